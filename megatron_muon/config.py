@@ -1,0 +1,51 @@
+"""What a user can set: one frozen dataclass, the same from flags and from Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_muon.matrices import Rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixConfig:
+    """Settings of the matrix optimizer.
+
+    Attributes:
+        optimizer: ``dmuon``.
+        momentum: Momentum factor β of the exponential moving average (``--muon-momentum``).
+        nesterov: Nesterov momentum (``--muon-nesterov``).
+        scale_mode: Scale of the update by the matrix's global shape (``--muon-scale-mode``).
+        extra_scale_factor: Further factor on the update (``--muon-extra-scale-factor``).
+        coefficient_type: Newton-Schulz coefficient set (``--muon-coefficient-type``).
+        coefficients: The set itself when ``coefficient_type`` is ``custom``
+            (``--dmuon-coefficients``).
+        num_ns_steps: Newton-Schulz steps (``--muon-num-ns-steps``).
+        split_qkv: Fused QKV as three matrices (off with ``--muon-no-split-qkv``).
+        split_gate_up: Gate and up of a gated MLP as two matrices
+            (off with ``--dmuon-no-split-gate-up``).
+        compute_dtype: ``auto``, ``fp32``, ``bf16`` or ``fp64`` (``--dmuon-compute-dtype``).
+        exchange_buffer_mb: Bound on exchange buffers and assembled matrices, MiB a rank
+            (``--dmuon-exchange-buffer-mb``).
+        lr: Maximum learning rate of matrices, None for Adam's (``--matrix-lr``).
+        min_lr: Minimum learning rate of matrices, None for Adam's (``--matrix-min-lr``).
+        weight_decay: Weight decay of matrices, None for Adam's (``--matrix-weight-decay``).
+        rules: The user's rules (``--matrix-rule``, ``--matrix-rules``).
+    """
+
+    optimizer: str = "dmuon"
+    momentum: float = 0.95
+    nesterov: bool = False
+    scale_mode: str = "spectral"
+    extra_scale_factor: float = 1.0
+    coefficient_type: str = "quintic"
+    coefficients: tuple[tuple[float, float, float], ...] | None = None
+    num_ns_steps: int = 5
+    split_qkv: bool = True
+    split_gate_up: bool = True
+    compute_dtype: str = "auto"
+    exchange_buffer_mb: float = 512.0
+    lr: float | None = None
+    min_lr: float | None = None
+    weight_decay: float | None = None
+    rules: tuple[Rule, ...] = ()

@@ -1,0 +1,195 @@
+"""Runs a plan: pack, exchange, assemble, compute, return, apply; two waves in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_muon.exchange.transport import Pending, Transport
+from megatron_muon.placement import Plan
+from megatron_muon.placement.program import Message, Patch, Piece, WaveProgram, compile_wave
+
+PackFunction = Callable[[Sequence[Piece], Sequence[torch.Tensor]], None]
+"""Fills the buffer views (1-D, one per piece) with what the owners need."""
+
+ComputeFunction = Callable[[torch.Tensor], torch.Tensor]
+"""Maps a batch (B, m, n) of whole matrices to their updates, same shape; may work in place."""
+
+ApplyFunction = Callable[[Sequence[Piece], Sequence[torch.Tensor]], None]
+"""Applies the updates (1-D views, one per piece) to this rank's ranges."""
+
+
+@dataclass(kw_only=True)
+class ExchangeCounters:
+    """What the last ``Exchange.run`` did on this rank, counted where it happened.
+
+    Attributes:
+        sent_bytes: Bytes sent to other ranks, both ways.
+        received_bytes: Bytes received from other ranks, both ways.
+        peak_buffer_bytes: Largest sum of message buffers and assembled matrices alive at once.
+        matrices: Number of matrices computed here.
+        messages: Number of all-to-all calls.
+    """
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    peak_buffer_bytes: int = 0
+    matrices: int = 0
+    messages: int = 0
+
+
+@dataclass(kw_only=True)
+class _Flight:
+    """Buffers of one message; they live until the message has been waited for."""
+
+    pending: Pending | None
+    sent: torch.Tensor
+    received: torch.Tensor
+
+    def land(self) -> torch.Tensor:
+        if self.pending is not None:
+            self.pending.wait()
+        return self.received
+
+    @property
+    def numel(self) -> int:
+        shared = self.sent is self.received
+        return self.sent.numel() + (0 if shared else self.received.numel())
+
+
+class Exchange:
+    """One rank's side of a plan.
+
+    The order of collectives is the same on every rank and does not depend on what a rank holds:
+    ranks without pieces or matrices send and receive zero elements.
+
+    Args:
+        plan: The plan.
+        rank: This rank in the exchange group.
+        transport: How messages travel; not used when the group has one rank.
+        dtype: Element type of the exchange; its size must be the plan's.
+        device: Device of the buffers.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        rank: int,
+        transport: Transport,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        if dtype.itemsize != plan.itemsize:
+            raise ValueError(f"plan counts {plan.itemsize} bytes an element, {dtype} has others")
+        self.plan = plan
+        self.rank = rank
+        self.counters = ExchangeCounters()
+        self._transport = transport
+        self._dtype = dtype
+        self._device = device
+        self._programs = tuple(compile_wave(plan, wave, rank) for wave in plan.waves)
+        self._alive = 0
+
+    def run(self, *, pack: PackFunction, compute: ComputeFunction, apply: ApplyFunction) -> None:
+        """One step: every matrix is assembled at its owner, computed, and sent back.
+
+        While wave k is computed, wave k+1 is on its way to the owners and wave k-1 back.
+
+        Args:
+            pack: Called once per wave before it departs.
+            compute: Called once per wave and shape that this rank owns.
+            apply: Called once per wave after its return.
+        """
+        self.counters = ExchangeCounters()
+        programs = self._programs
+        if not programs:
+            return
+        outgoing = self._depart(programs[0], pack)
+        returning: tuple[WaveProgram, _Flight] | None = None
+        for k, program in enumerate(programs):
+            following = self._depart(programs[k + 1], pack) if k + 1 < len(programs) else None
+            batches = self._assemble(program, outgoing)
+            updates = [compute(batch) for batch in batches]
+            self.counters.matrices += sum(batch.shape[0] for batch in batches)
+            back = self._send_back(program, updates)
+            self._forget(sum(batch.numel() for batch in batches))
+            del batches, updates
+            if returning is not None:
+                self._land(*returning, apply)
+            returning = (program, back)
+            if following is not None:
+                outgoing = following
+        if returning is not None:
+            self._land(*returning, apply)
+
+    def _depart(self, program: WaveProgram, pack: PackFunction) -> _Flight:
+        sent = self._buffer(sum(program.out.sent_counts))
+        pack(program.packed, [sent[p.offset : p.offset + p.numel] for p in program.packed])
+        return self._send(program.out, sent)
+
+    def _assemble(self, program: WaveProgram, flight: _Flight) -> list[torch.Tensor]:
+        batches = [self._buffer(len(b.matrices), *b.shape) for b in program.batches]
+        received = flight.land()
+        _copy(
+            [_patch_view(batches, p) for p in program.assembled],
+            [_buffer_view(received, p) for p in program.assembled],
+        )
+        self._forget(flight.numel)
+        return batches
+
+    def _send_back(self, program: WaveProgram, updates: Sequence[torch.Tensor]) -> _Flight:
+        sent = self._buffer(sum(program.back.sent_counts))
+        _copy(
+            [_buffer_view(sent, p) for p in program.returned],
+            [_patch_view(updates, p) for p in program.returned],
+        )
+        return self._send(program.back, sent)
+
+    def _land(self, program: WaveProgram, flight: _Flight, apply: ApplyFunction) -> None:
+        received = flight.land()
+        apply(program.applied, [received[p.offset : p.offset + p.numel] for p in program.applied])
+        self._forget(flight.numel)
+
+    def _send(self, message: Message, sent: torch.Tensor) -> _Flight:
+        if self.plan.group.size == 1:
+            return _Flight(pending=None, sent=sent, received=sent)
+        received = self._buffer(sum(message.received_counts))
+        pending = self._transport.all_to_all(
+            received=received,
+            sent=sent,
+            received_counts=message.received_counts,
+            sent_counts=message.sent_counts,
+        )
+        own = message.sent_counts[self.rank]
+        self.counters.sent_bytes += (sent.numel() - own) * self._dtype.itemsize
+        self.counters.received_bytes += (received.numel() - own) * self._dtype.itemsize
+        self.counters.messages += 1
+        return _Flight(pending=pending, sent=sent, received=received)
+
+    def _buffer(self, *shape: int) -> torch.Tensor:
+        buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
+        self._alive += buffer.numel()
+        peak = self._alive * self._dtype.itemsize
+        self.counters.peak_buffer_bytes = max(self.counters.peak_buffer_bytes, peak)
+        return buffer
+
+    def _forget(self, numel: int) -> None:
+        self._alive -= numel
+
+
+def _patch_view(batches: Sequence[torch.Tensor], patch: Patch) -> torch.Tensor:
+    matrix = batches[patch.batch][patch.position]
+    return matrix[patch.row : patch.row + patch.rows, patch.col : patch.col + patch.cols]
+
+
+def _buffer_view(buffer: torch.Tensor, patch: Patch) -> torch.Tensor:
+    numel = patch.rows * patch.cols
+    return buffer[patch.offset : patch.offset + numel].view(patch.rows, patch.cols)
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(targets, sources)

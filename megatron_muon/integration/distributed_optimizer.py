@@ -1,0 +1,377 @@
+"""Megatron's DistributedOptimizer with matrices: its storage, our update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+from megatron_muon.config import MatrixConfig
+from megatron_muon.exchange import Exchange, GroupTransport, check_agreement
+from megatron_muon.integration.combined_optimizer import (
+    MATRIX_GROUP_KEY,
+    MOMENTUM_KEY,
+    CombinedOptimizer,
+)
+from megatron_muon.integration.model_parameters import ModelParameter
+from megatron_muon.linalg import (
+    coefficient_schedule,
+    newton_schulz_flops,
+    resolve_compute_dtype,
+)
+from megatron_muon.matrices import (
+    ShardedParameter,
+    data_parallel_ranges,
+    logical_matrices,
+)
+from megatron_muon.optim import MatrixRange, MuonRule, muon_step
+from megatron_muon.placement import ExchangeGroup, Plan, make_plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixSetup:
+    """What the builder hands to every ``MatrixDistributedOptimizer``.
+
+    Attributes:
+        config: The user's settings.
+        matrices: The parameters that go to the matrix optimizer, with their split decided.
+        names: Name of every trainable parameter.
+        tp: Tensor-parallel size.
+        tp_rank: This rank's tensor-parallel rank.
+        exchange_group: Process group of TP x DP x CP of this pipeline stage.
+    """
+
+    config: MatrixConfig
+    matrices: tuple[tuple[ModelParameter, bool], ...]
+    names: dict[torch.nn.Parameter, str]
+    tp: int
+    tp_rank: int
+    exchange_group: torch.distributed.ProcessGroup
+
+
+class MatrixDistributedOptimizer(DistributedOptimizer):
+    """``DistributedOptimizer`` whose matrix groups are updated through owners.
+
+    Buffers, master shards, bucketed reduce and gather, clipping and mixed precision are the base
+    class's. Overridden: the inner optimizer, the state of matrices (momentum only), and the
+    checkpoint form of that state.
+
+    Args:
+        optimizer: Adam over all groups as Megatron's factory built it, None without parameters.
+        config: Megatron's optimizer configuration.
+        grad_scaler: Megatron's gradient scaler.
+        init_state_fn: Megatron's function that allocates Adam's state.
+        setup: Set as a class attribute by the builder, because Megatron's factory calls the class.
+        **kwargs: Passed on to the base class.
+    """
+
+    setup: ClassVar[MatrixSetup]
+
+    def __init__(
+        self, optimizer: Any, config: Any, grad_scaler: Any, init_state_fn: Any, **kwargs: Any
+    ) -> None:
+        self.plan: Plan | None = None
+        self.exchange: Exchange | None = None
+        if optimizer is None:
+            super().__init__(optimizer, config, grad_scaler, init_state_fn, **kwargs)
+            return
+        for group in optimizer.param_groups:
+            if MATRIX_GROUP_KEY in group:
+                # One of the keys by which Megatron tells groups apart in a checkpoint.
+                group["optimizer"] = group[MATRIX_GROUP_KEY]
+        inner = CombinedOptimizer(optimizer, init_state_fn)
+        super().__init__(inner, config, grad_scaler, init_state_fn, **kwargs)
+        self._main_shards = self._find_main_shards()
+        self.optimizer.initialize_state(config)
+        self._build_exchange()
+        self.optimizer.attach_matrices(self._step_matrices)
+
+    # ---- matrices -----------------------------------------------------------------------------
+
+    def _find_main_shards(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """This rank's master shard of each model parameter that it owns a range of.
+
+        ``model_param_group_index_map`` is not used: it counts fp32 and 16-bit parameters in model
+        order, while a group's list has all fp32 shards first.
+        """
+        pairs = (
+            (self.model_fp32_groups, self.shard_fp32_groups),
+            (self.model_float16_groups, self.shard_fp32_from_float16_groups),
+        )
+        return {
+            model: main
+            for model_groups, main_groups in pairs
+            for models, mains in zip(model_groups, main_groups, strict=True)
+            for model, main in zip(models, mains, strict=True)
+        }
+
+    def _build_exchange(self) -> None:
+        setup = self.setup
+        dp = self.data_parallel_group.size()
+        layout = self._buffer_layout()
+        group = ExchangeGroup(tp=setup.tp, dp=dp)
+        parameters, matrices, self._tensors = [], [], {}
+        for entry, split in setup.matrices:
+            if entry.tensor not in layout:
+                continue
+            parameter = _sharded_parameter(entry, layout[entry.tensor], tp=setup.tp, dp=dp)
+            parameters.append(parameter)
+            matrices.extend(logical_matrices(parameter, split=split))
+            self._tensors[entry.name] = entry.tensor
+        device = self.buffers[0].grad_data.device
+        config = setup.config
+        schedule = coefficient_schedule(
+            config.coefficient_type, config.num_ns_steps, config.coefficients
+        )
+        self.rule = MuonRule(
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+            schedule=schedule,
+            scale_mode=config.scale_mode,
+            extra_scale_factor=config.extra_scale_factor,
+            compute_dtype=resolve_compute_dtype(config.compute_dtype, device),
+        )
+        self.plan = make_plan(
+            group=group,
+            parameters=parameters,
+            matrices=matrices,
+            cost=lambda m, n: newton_schulz_flops(m, n, len(schedule)),
+            itemsize=torch.float32.itemsize,
+            buffer_bytes=int(config.exchange_buffer_mb * 2**20),
+        )
+        rank = setup.exchange_group.rank()
+        check_agreement(
+            digest=self.plan.digest,
+            expected_rank=group.rank(
+                tp_rank=setup.tp_rank, dp_rank=self.data_parallel_group.rank()
+            ),
+            group=setup.exchange_group,
+            device=device,
+        )
+        self.exchange = Exchange(
+            self.plan,
+            rank=rank,
+            transport=GroupTransport(setup.exchange_group),
+            dtype=torch.float32,
+            device=device,
+        )
+
+    def _buffer_layout(self) -> dict[torch.nn.Parameter, tuple[int, int, int, int]]:
+        """(start, stop, bucket start, bucket numel) in the gradient buffer, per parameter."""
+        return {
+            parameter: (
+                start,
+                stop,
+                buffer.buckets[bucket].offset,
+                buffer.buckets[bucket].grad_data.numel(),
+            )
+            for buffer in self.buffers
+            for parameter, (start, stop, bucket) in buffer.param_index_map.items()
+        }
+
+    def _step_matrices(self) -> None:
+        assert self.plan is not None and self.exchange is not None
+        group_of = {
+            id(parameter): group
+            for group in self.optimizer.param_groups
+            if MATRIX_GROUP_KEY in group
+            for parameter in group["params"]
+        }
+        ranges: list[MatrixRange | None] = []
+        for parameter in self.plan.parameters:
+            master = self._main_shards.get(self._tensors[parameter.name])
+            if master is None:
+                ranges.append(None)
+                continue
+            group = group_of[id(master)]
+            ranges.append(
+                MatrixRange(
+                    master=master.data,
+                    momentum=self.optimizer.state[master][MOMENTUM_KEY],
+                    grad=torch.zeros_like(master) if master.grad is None else master.grad,
+                    lr=float(group["lr"]),
+                    weight_decay=float(group["weight_decay"]),
+                )
+            )
+        muon_step(self.rule, ranges, self.exchange)
+
+    # ---- skipped steps ------------------------------------------------------------------------
+
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
+        """The base class's gradients, and a probe of those that the norm leaves out.
+
+        A gradient that is a copy of another TP rank's is not counted in the norm. The probe is 0,
+        or nan when such a gradient is not finite, so that the one norm that all ranks share tells
+        all of them to skip the step; no further collective is needed.
+        """
+        counted: list[torch.Tensor] = super().get_grads_for_grad_norm(grad_norm_group)
+        if grad_norm_group is not None:
+            return counted
+        known = {id(grad) for grad in counted}
+        left_out = [
+            parameter.grad
+            for parameter in self.get_parameters()
+            if parameter.grad is not None and id(parameter.grad) not in known
+        ]
+        if left_out:
+            counted.append(sum((grad * 0.0).sum() for grad in left_out).float().reshape(1))
+        return counted
+
+    # ---- checkpoints --------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Groups and gradient scaler, without parameter state, as the base class's.
+
+        The base class needs a ``step`` tensor in the state of every parameter when neither TE nor
+        Apex is there; ``CombinedOptimizer`` keeps it in the groups.
+        """
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.state_dict()["param_groups"]
+        ]
+        for group in groups:
+            group.setdefault("step", 0)
+        state: dict[str, Any] = {"optimizer": {"param_groups": groups}}
+        if self.grad_scaler:
+            state["grad_scaler"] = self.grad_scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` and ``sharded_state_dict`` give."""
+        self.optimizer.initialize_state(self.config)
+        super().load_state_dict(state_dict)
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The base class's, for ``dp_reshardable`` only.
+
+        Raises:
+            ValueError: Another sharding type is asked for.
+        """
+        asked = kwargs.get("sharding_type") or (kwargs.get("metadata") or {}).get(
+            "distrib_optim_sharding_type"
+        )
+        if asked != "dp_reshardable":
+            raise ValueError(
+                f"dmuon's optimizer state cannot be saved with sharding type '{asked}'; supported "
+                "is 'dp_reshardable': use --ckpt-format torch_dist without "
+                "--dist-ckpt-optim-fully-reshardable"
+            )
+        result: dict[str, Any] = super().sharded_state_dict(*args, **kwargs)
+        return result
+
+    def sharded_param_state_dp_reshardable(
+        self,
+        model_sharded_state_dict: Any,
+        is_loading: bool = False,
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, dict[str, ShardedTensor]]:
+        """One flat ShardedTensor per parameter and state, written by the ranks that own a range.
+
+        The base class stores whole buckets and so needs the same states on every parameter of a
+        bucket; a matrix has one state, a scalar two. Keys hold the model-parallel rank and the
+        parameter's name, nothing of buckets or of the data-parallel size.
+        """
+        state: dict[str, dict[str, ShardedTensor]] = {}
+        for name, parameter in self._owned_parameters():
+            owned = self._get_model_param_range_map(parameter)["param"]
+            state[name] = {
+                key: ShardedTensor(
+                    f"optimizer.distributed.dp_group_idx_{self.data_parallel_group_idx}"
+                    f".{name}.{key}",
+                    tensor.data,
+                    tensor.dtype,
+                    tuple(tensor.shape),
+                    (parameter.numel(),),
+                    (owned.start,),
+                    axis_fragmentations=None,
+                    flattened_range=None,
+                    allow_shape_mismatch=False,
+                    replica_id=(self.distributed_optimizer_instance_id, 0, 0),
+                )
+                for key, tensor in self._get_main_param_and_optimizer_states(parameter).items()
+            }
+        return state
+
+    def load_parameter_state_from_dp_reshardable(
+        self, state_dict: dict[str, dict[str, torch.Tensor]]
+    ) -> None:
+        """Inverse of ``sharded_param_state_dp_reshardable``."""
+        for name, parameter in self._owned_parameters():
+            self._set_main_param_and_optimizer_states(parameter, state_dict[name])
+
+    def _owned_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for parameter in self._main_shards:
+            yield self.setup.names[parameter], parameter
+
+    def _get_main_param_and_optimizer_states(
+        self, model_param: torch.nn.Parameter
+    ) -> dict[str, torch.Tensor]:
+        main = self._main_shards[model_param]
+        states = self.optimizer.state[main]
+        return {
+            "param": main,
+            **{
+                key: value
+                for key, value in states.items()
+                if isinstance(value, torch.Tensor) and key != "step"
+            },
+        }
+
+    def _set_main_param_and_optimizer_states(
+        self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
+    ) -> None:
+        for key, target in self._get_main_param_and_optimizer_states(model_param).items():
+            target.data.copy_(tensors[key])
+
+
+class MatrixChainedOptimizer(ChainedOptimizer):
+    """``ChainedOptimizer`` that skips a step whose gradient norm is not finite.
+
+    Megatron skips only when a loss scaler found the inf or nan; without one (bf16, fp32) it would
+    write it into every weight. The norm is the same number on all ranks, so all of them skip, and
+    no byte of weights or state changes.
+    """
+
+    def get_grad_norm(self) -> Any:
+        """The global norm, remembered for the decision."""
+        self._last_norm = super().get_grad_norm()
+        return self._last_norm
+
+    def step_with_ready_grads(self) -> bool:
+        """Step all optimizers, or none and return False."""
+        if not math.isfinite(float(self._last_norm)):
+            return False
+        stepped: bool = super().step_with_ready_grads()
+        return stepped
+
+
+def _sharded_parameter(
+    entry: ModelParameter, place: tuple[int, int, int, int], *, tp: int, dp: int
+) -> ShardedParameter:
+    rows, cols = entry.tensor.shape
+    if entry.tp_dim == 0:
+        rows *= tp
+    elif entry.tp_dim == 1:
+        cols *= tp
+    start, stop, bucket_start, bucket_numel = place
+    return ShardedParameter(
+        name=entry.name,
+        global_shape=(rows, cols),
+        tp_dim=entry.tp_dim,
+        tp=tp,
+        ranges=data_parallel_ranges(
+            start=start,
+            stop=stop,
+            bucket_start=bucket_start,
+            bucket_numel=bucket_numel,
+            dp=dp,
+        ),
+        packing=entry.packing,
+        part_rows=entry.part_rows,
+    )

@@ -1,0 +1,147 @@
+"""The few places where Megatron is told of us; each can be removed again.
+
+| module | attribute | what the hook does |
+|---|---|---|
+| megatron.training.arguments | add_megatron_arguments | adds our flags after Megatron's own |
+| megatron.training.arguments | validate_args | translates our flags before Megatron validates |
+| megatron.training.training | get_megatron_optimizer_config | lets our settings travel with the config |
+| megatron.training.training | get_megatron_optimizer | builds ours where the config carries settings |
+| megatron.core.optimizer | get_megatron_optimizer | the same for callers that import it from there |
+
+Valid for the versions in ``versions.SUPPORTED``; a missing target is refused by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_muon.integration.versions import MegatronVersionError, require_megatron
+
+_CONFIG_ATTRIBUTE = "matrix_config"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hook:
+    """One attribute that is replaced.
+
+    Attributes:
+        module: Module that holds it.
+        attribute: Its name.
+        wrap: Gives the replacement, from the original.
+    """
+
+    module: str
+    attribute: str
+    wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _with_our_flags(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: Any) -> Any:
+        from megatron_muon.integration.arguments import add_matrix_arguments
+
+        return add_matrix_arguments(original(parser))
+
+    return add_megatron_arguments
+
+
+def _after_translation(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        from megatron_muon.integration.arguments import translate_arguments
+
+        translate_arguments(args)
+        return original(args, *rest, **kwargs)
+
+    return validate_args
+
+
+def _with_our_settings(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_megatron_optimizer_config(args: Any) -> Any:
+        from megatron_muon.integration.arguments import matrix_config_from_args
+
+        config, overrides = original(args)
+        setattr(config, _CONFIG_ATTRIBUTE, matrix_config_from_args(args))
+        return config, overrides
+
+    return get_megatron_optimizer_config
+
+
+def _ours_where_asked(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_megatron_optimizer(config: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = getattr(config, _CONFIG_ATTRIBUTE, None)
+        if settings is None:
+            return original(config, *args, **kwargs)
+        from megatron_muon.integration.builder import get_matrix_optimizer
+
+        return get_matrix_optimizer(config, *args, matrix_config=settings, **kwargs)
+
+    return get_megatron_optimizer
+
+
+HOOKS = (
+    Hook(
+        module="megatron.training.arguments",
+        attribute="add_megatron_arguments",
+        wrap=_with_our_flags,
+    ),
+    Hook(
+        module="megatron.training.arguments", attribute="validate_args", wrap=_after_translation
+    ),
+    Hook(
+        module="megatron.training.training",
+        attribute="get_megatron_optimizer_config",
+        wrap=_with_our_settings,
+    ),
+    Hook(
+        module="megatron.training.training",
+        attribute="get_megatron_optimizer",
+        wrap=_ours_where_asked,
+    ),
+    Hook(
+        module="megatron.core.optimizer",
+        attribute="get_megatron_optimizer",
+        wrap=_ours_where_asked,
+    ),
+)
+
+_originals: dict[tuple[str, str], Callable[..., Any]] = {}
+
+
+def install() -> None:
+    """Make ``--optimizer dmuon`` known to Megatron's training code; a second call does nothing.
+
+    Call it before Megatron parses its arguments. Imports Megatron.
+
+    Raises:
+        MegatronVersionError: Megatron is missing, of another version, or lacks a hook's target.
+    """
+    if _originals:
+        return
+    version = require_megatron(training=True)
+    # The builder keeps Megatron's own factory; it must be imported before that is replaced.
+    importlib.import_module("megatron_muon.integration.builder")
+    targets = [(hook, importlib.import_module(hook.module)) for hook in HOOKS]
+    for hook, module in targets:
+        if not callable(getattr(module, hook.attribute, None)):
+            raise MegatronVersionError(
+                f"{hook.module}.{hook.attribute} is not in the megatron-core {version} found here; "
+                "megatron_muon cannot hook it, use an unmodified megatron-core 0.19.x"
+            )
+    for hook, module in targets:
+        original = getattr(module, hook.attribute)
+        _originals[hook.module, hook.attribute] = original
+        setattr(module, hook.attribute, hook.wrap(original))
+
+
+def uninstall() -> None:
+    """Put Megatron's own functions back."""
+    for (module, attribute), original in _originals.items():
+        setattr(importlib.import_module(module), attribute, original)
+    _originals.clear()

@@ -1,0 +1,241 @@
+"""What is supported, and the sentences by which everything else is refused at start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_muon.config import MatrixConfig
+from megatron_muon.integration.model_parameters import ModelParameter
+from megatron_muon.linalg import SCALE_MODES, coefficient_schedule
+
+
+class ConfigurationError(ValueError):
+    """Everything that is wrong with a configuration, together.
+
+    Attributes:
+        problems: One sentence each.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        lines = "\n".join(f"  - {problem}" for problem in self.problems)
+        count = len(self.problems)
+        super().__init__(
+            f"megatron_muon: {count} configuration problem{'s' if count > 1 else ''}\n{lines}"
+        )
+
+
+def _later(flag: str, instead: str) -> str:
+    return f"{flag} is not supported with --optimizer dmuon yet: {instead}"
+
+
+_FLAG_PROBLEMS: tuple[tuple[Callable[[Any], bool], str], ...] = (
+    (
+        lambda a: bool(a.use_precision_aware_optimizer),
+        _later("--use-precision-aware-optimizer", "remove the flag (state is fp32)"),
+    ),
+    (lambda a: bool(a.optimizer_cpu_offload), _later("--optimizer-cpu-offload", "remove the flag")),
+    (lambda a: bool(a.optimizer_cuda_graph), _later("--optimizer-cuda-graph", "remove the flag")),
+    (
+        lambda a: bool(a.use_megatron_fsdp),
+        _later("--use-megatron-fsdp", "use --use-distributed-optimizer instead"),
+    ),
+    (
+        lambda a: bool(a.use_torch_fsdp2),
+        _later("--use-torch-fsdp2", "use --use-distributed-optimizer instead"),
+    ),
+    (lambda a: bool(a.fp16), _later("--fp16", "use --bf16")),
+    (lambda a: bool(a.fp8_param_gather), _later("--fp8-param-gather", "remove the flag")),
+    (
+        lambda a: bool(getattr(a, "fp4_param_gather", False)),
+        _later("--fp4-param-gather", "remove the flag"),
+    ),
+    (
+        lambda a: (a.num_distributed_optimizer_instances or 1) > 1,
+        _later("--num-distributed-optimizer-instances > 1", "set it to 1"),
+    ),
+    (
+        lambda a: (a.context_parallel_size or 1) > 1,
+        _later("--context-parallel-size > 1", "set it to 1"),
+    ),
+    (
+        lambda a: any(
+            getattr(a, name, None)
+            for name in (
+                "num_layers_per_virtual_pipeline_stage",
+                "num_virtual_stages_per_pipeline_rank",
+                "pipeline_model_parallel_layout",
+            )
+        ),
+        _later("interleaved or custom pipeline layout", "use plain pipeline stages"),
+    ),
+    (
+        lambda a: bool(a.overlap_param_gather_with_optimizer_step),
+        _later("--overlap-param-gather-with-optimizer-step", "use --overlap-param-gather"),
+    ),
+    (
+        lambda a: bool(a.num_experts),
+        _later("a mixture of experts (--num-experts)", "train a dense model, or --optimizer adam"),
+    ),
+    (
+        lambda a: bool(a.multi_latent_attention),
+        _later("--multi-latent-attention", "use grouped-query attention, or --optimizer adam"),
+    ),
+    (
+        lambda a: bool(getattr(a, "mtp_num_layers", None)),
+        _later("--mtp-num-layers", "remove the flag"),
+    ),
+    (
+        lambda a: bool(getattr(a, "hybrid_layer_pattern", None)),
+        _later("a hybrid model (--hybrid-layer-pattern)", "use a GPT model, or --optimizer adam"),
+    ),
+    (
+        lambda a: bool(getattr(a, "use_mup", False)),
+        _later("--use-mup", "remove the flag and set --matrix-lr"),
+    ),
+    (
+        lambda a: (
+            getattr(a, "tensor_parallel_num_weight_shards", None)
+            not in (None, a.tensor_model_parallel_size)
+        ),
+        _later("--tensor-parallel-num-weight-shards", "remove the flag"),
+    ),
+    (
+        lambda a: bool(getattr(a, "freeze_all_layers", False)),
+        _later("--freeze-all-layers", "use --optimizer adam, there is no matrix to train"),
+    ),
+    (
+        lambda a: bool(a.save or a.load) and a.ckpt_format != "torch_dist",
+        _later("--ckpt-format other than torch_dist", "type --ckpt-format torch_dist"),
+    ),
+    (
+        lambda a: bool(getattr(a, "dist_ckpt_optim_fully_reshardable", False)),
+        _later("--dist-ckpt-optim-fully-reshardable", "remove the flag (same TP and PP on load)"),
+    ),
+    (
+        lambda a: getattr(a, "non_persistent_ckpt_type", None) == "local",
+        _later("--non-persistent-ckpt-type local", "use global"),
+    ),
+    (
+        lambda a: a.muon_tp_mode != "blockwise",
+        "--muon-tp-mode chooses between approximations of megatron-core's own muon; dmuon is exact "
+        "at every tensor-parallel size: remove the flag",
+    ),
+    (
+        lambda a: a.muon_fp32_matmul_prec != "medium",
+        "--muon-fp32-matmul-prec has no effect on dmuon: use --dmuon-compute-dtype "
+        "{auto,bf16,fp32,fp64}",
+    ),
+    (
+        lambda a: a.muon_scalar_optimizer != "adam",
+        "--muon-scalar-optimizer lion is not supported: dmuon trains scalar parameters with Adam, "
+        "remove the flag",
+    ),
+)
+
+
+def flag_problems(args: Any, *, data_parallel_size: int) -> list[str]:
+    """Flags of Megatron that cannot go with the matrix optimizer.
+
+    Args:
+        args: Megatron's arguments before ``validate_args``.
+        data_parallel_size: Data-parallel times context-parallel size.
+    """
+    problems = [sentence for is_wrong, sentence in _FLAG_PROBLEMS if is_wrong(args)]
+    if not args.use_distributed_optimizer and data_parallel_size > 1:
+        problems.append(
+            f"--optimizer dmuon at data-parallel size {data_parallel_size} needs Megatron's "
+            "distributed optimizer: add --use-distributed-optimizer"
+        )
+    return problems
+
+
+def setting_problems(settings: MatrixConfig) -> list[str]:
+    """Values of the matrix optimizer's own settings that are out of range."""
+    problems = []
+    try:
+        coefficient_schedule(
+            settings.coefficient_type, settings.num_ns_steps, settings.coefficients
+        )
+    except ValueError as error:
+        problems.append(str(error))
+    if settings.scale_mode not in SCALE_MODES:
+        problems.append(
+            f"--muon-scale-mode is '{settings.scale_mode}'; supported are {', '.join(SCALE_MODES)}"
+        )
+    if not 0.0 <= settings.momentum < 1.0:
+        problems.append(f"--muon-momentum is {settings.momentum}; it must be >= 0 and < 1")
+    if settings.compute_dtype not in ("auto", "fp64", "fp32", "bf16"):
+        problems.append(
+            f"--dmuon-compute-dtype is '{settings.compute_dtype}'; supported are auto, fp64, fp32, "
+            "bf16"
+        )
+    if not settings.exchange_buffer_mb > 0:
+        problems.append(
+            f"--dmuon-exchange-buffer-mb is {settings.exchange_buffer_mb:g}; it must be > 0"
+        )
+    for flag, value in (
+        ("--matrix-lr", settings.lr),
+        ("--matrix-min-lr", settings.min_lr),
+        ("--matrix-weight-decay", settings.weight_decay),
+    ):
+        if value is not None and not 0.0 <= value < float("inf"):
+            problems.append(f"{flag} is {value}; it must be a number >= 0")
+    if settings.lr is not None and settings.min_lr is not None and settings.min_lr > settings.lr:
+        problems.append(
+            f"--matrix-min-lr {settings.min_lr} is above --matrix-lr {settings.lr}; lower it"
+        )
+    return problems
+
+
+def config_problems(
+    config: Any,
+    settings: MatrixConfig,
+    model_chunks: Sequence[Any],
+    parameters: Sequence[ModelParameter],
+) -> list[str]:
+    """What is wrong for ``get_matrix_optimizer``, whoever calls it.
+
+    Args:
+        config: Megatron's ``OptimizerConfig``.
+        settings: Settings of the matrix optimizer.
+        model_chunks: The wrapped model chunks.
+        parameters: Their trainable parameters.
+    """
+    problems = setting_problems(settings)
+    if config.optimizer != "adam":
+        problems.append(
+            f"OptimizerConfig.optimizer is '{config.optimizer}': scalar parameters are trained with "
+            "Adam, set optimizer='adam'"
+        )
+    wrapped = [chunk for chunk in model_chunks if hasattr(chunk, "ddp_config")]
+    if len(wrapped) < len(model_chunks):
+        problems.append("wrap every model chunk in megatron.core DistributedDataParallel first")
+    if not config.use_distributed_optimizer or not all(
+        chunk.ddp_config.use_distributed_optimizer for chunk in wrapped
+    ):
+        problems.append(
+            "the matrix optimizer needs Megatron's distributed optimizer: set "
+            "use_distributed_optimizer=True in OptimizerConfig and DistributedDataParallelConfig"
+        )
+    if any(chunk.ddp_config.use_megatron_fsdp for chunk in wrapped):
+        problems.append("Megatron-FSDP is not supported: use DistributedDataParallel without it")
+    if any(chunk.ddp_config.num_distributed_optimizer_instances > 1 for chunk in wrapped):
+        problems.append("num_distributed_optimizer_instances > 1 is not supported yet: set it to 1")
+    for field in (
+        "fp16",
+        "use_precision_aware_optimizer",
+        "optimizer_cpu_offload",
+        "optimizer_cuda_graph",
+        "overlap_param_gather_with_optimizer_step",
+    ):
+        if getattr(config, field, False):
+            problems.append(f"OptimizerConfig.{field} is not supported yet: set it to False")
+    experts = [p.name for p in parameters if p.is_expert]
+    if experts:
+        problems.append(
+            f"expert parameters are not supported yet (first of {len(experts)}: {experts[0]}): train "
+            "a dense model, or use --optimizer adam"
+        )
+    return problems

@@ -1,0 +1,34 @@
+"""What the logical matrices of a model are: names, shapes, splits, cuts, ranges, routes.
+
+Data and pure functions; nothing here knows torch, Megatron or a process group.
+"""
+
+from megatron_muon.matrices.logical import Block, LogicalMatrix, logical_matrices, natural_key
+from megatron_muon.matrices.parameter import RowPacking, ShardedParameter, data_parallel_ranges
+from megatron_muon.matrices.routing import ParameterFacts, Route, default_route, route
+from megatron_muon.matrices.rules import (
+    Rule,
+    load_rules,
+    merged_rule,
+    parse_rule,
+    unmatched_rules,
+)
+
+__all__ = [
+    "Block",
+    "LogicalMatrix",
+    "ParameterFacts",
+    "Route",
+    "RowPacking",
+    "Rule",
+    "ShardedParameter",
+    "data_parallel_ranges",
+    "default_route",
+    "load_rules",
+    "logical_matrices",
+    "merged_rule",
+    "natural_key",
+    "parse_rule",
+    "route",
+    "unmatched_rules",
+]

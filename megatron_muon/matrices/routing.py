@@ -1,0 +1,74 @@
+"""Which optimizer each parameter goes to, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_muon.matrices.rules import OptimizerChoice, Rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterFacts:
+    """What routing looks at.
+
+    Attributes:
+        name: Name in the model, without wrapper prefixes.
+        ndim: Number of dimensions of the stored tensor.
+        is_linear_weight: The weight of a linear layer.
+        is_embedding_or_output: Word or position embedding, or the output layer.
+        is_router: A mixture-of-experts router.
+        is_tied: Shared between pipeline stages, or between embedding and output.
+    """
+
+    name: str
+    ndim: int
+    is_linear_weight: bool
+    is_embedding_or_output: bool
+    is_router: bool
+    is_tied: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """Where one parameter goes.
+
+    Attributes:
+        optimizer: ``matrix`` or ``adam``.
+        reason: A few words for the start-up table.
+    """
+
+    optimizer: OptimizerChoice
+    reason: str
+
+
+def default_route(facts: ParameterFacts) -> Route:
+    """The route without a rule: 2-D weights of linear layers are matrices, all else is Adam's."""
+    if facts.is_embedding_or_output:
+        return Route(optimizer="adam", reason="embedding or output layer")
+    if facts.is_tied:
+        return Route(optimizer="adam", reason="tied weight")
+    if facts.is_router:
+        return Route(optimizer="adam", reason="router")
+    if facts.ndim == 1:
+        return Route(optimizer="adam", reason="norm or bias")
+    if facts.ndim != 2:
+        return Route(optimizer="adam", reason=f"{facts.ndim}-D")
+    if not facts.is_linear_weight:
+        return Route(optimizer="adam", reason="not the weight of a linear layer")
+    return Route(optimizer="matrix", reason="linear weight")
+
+
+def route(facts: ParameterFacts, rule: Rule) -> Route:
+    """The route of one parameter; the user's rule comes first.
+
+    Raises:
+        ValueError: A rule sends a parameter that is not 2-D to the matrix optimizer.
+    """
+    if rule.optimizer is None:
+        return default_route(facts)
+    if rule.optimizer == "matrix" and facts.ndim != 2:
+        raise ValueError(
+            f"a rule sends {facts.name} to the matrix optimizer, but it has {facts.ndim} "
+            "dimensions; only 2-D parameters can go there, narrow the rule's pattern"
+        )
+    return Route(optimizer=rule.optimizer, reason="rule")

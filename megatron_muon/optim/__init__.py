@@ -1,0 +1,5 @@
+"""Update rules over flat ranges and assembled matrices; the formulas, readable beside the papers."""
+
+from megatron_muon.optim.muon import MatrixRange, MuonRule, muon_step
+
+__all__ = ["MatrixRange", "MuonRule", "muon_step"]

@@ -1,0 +1,120 @@
+"""Muon: momentum, orthogonalization, scale, decoupled weight decay.
+
+For every logical matrix W (m x n) with gradient G, momentum M (zeros at start), learning rate η,
+weight decay λ and momentum factor β::
+
+    M ← β M + (1 − β) G                            # exponential moving average, in flat ranges
+    B = M,  or with Nesterov  β M + (1 − β) G      # what travels to the owner
+    O = NewtonSchulz(B)                            # on the whole matrix, by its owner
+    W ← (1 − η λ) W − η · extra · s(m, n) · O      # in flat ranges again
+
+Sources: Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024); momentum
+convention and scale modes as in megatron-core's ``muon`` and Emerging-Optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_muon.exchange import Exchange
+from megatron_muon.linalg import full_precision_matmul, newton_schulz, update_scale
+from megatron_muon.placement.program import Piece
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonRule:
+    """Hyper-parameters that are the same for every matrix.
+
+    Attributes:
+        momentum: β.
+        nesterov: Orthogonalize β M + (1 − β) G instead of M.
+        schedule: Coefficients (a, b, c) of each Newton-Schulz step.
+        scale_mode: Name of s(m, n), see ``linalg.scales``.
+        extra_scale_factor: Further factor on the update.
+        compute_dtype: Element type of the iteration.
+    """
+
+    momentum: float
+    nesterov: bool
+    schedule: tuple[tuple[float, float, float], ...]
+    scale_mode: str
+    extra_scale_factor: float
+    compute_dtype: torch.dtype
+
+    def update(self, matrices: torch.Tensor) -> torch.Tensor:
+        """``extra · s(m, n) · NewtonSchulz(B)`` for a batch (B, m, n), written over it."""
+        _, m, n = matrices.shape
+        scale = self.extra_scale_factor * update_scale(self.scale_mode, m, n)
+        with full_precision_matmul():
+            newton_schulz(
+                matrices, self.schedule, compute_dtype=self.compute_dtype, out=matrices
+            )
+        return matrices.mul_(scale)
+
+
+@dataclass(kw_only=True)
+class MatrixRange:
+    """This rank's flat range of one parameter.
+
+    Attributes:
+        master: Master weights, 1-D, updated in place.
+        momentum: M, same shape, updated in place.
+        grad: Gradient after clipping, same shape; read only.
+        lr: η.
+        weight_decay: λ.
+    """
+
+    master: torch.Tensor
+    momentum: torch.Tensor
+    grad: torch.Tensor
+    lr: float
+    weight_decay: float
+
+
+@torch.no_grad()
+def muon_step(
+    rule: MuonRule, ranges: Sequence[MatrixRange | None], exchange: Exchange
+) -> None:
+    """One step of all matrices of a stage.
+
+    Args:
+        rule: Hyper-parameters.
+        ranges: For each parameter of the plan this rank's range, None where it owns no element.
+        exchange: The plan's exchange; entered also by a rank that owns nothing.
+    """
+    owned = [r for r in ranges if r is not None]
+    if owned:
+        torch._foreach_lerp_(
+            [r.momentum for r in owned], [r.grad for r in owned], 1.0 - rule.momentum
+        )
+        for r in owned:
+            r.master.mul_(1.0 - r.lr * r.weight_decay)
+
+    def at(piece: Piece) -> MatrixRange:
+        found = ranges[piece.parameter]
+        assert found is not None, "the plan gives this rank a piece of a range it does not own"
+        return found
+
+    def pack(pieces: Sequence[Piece], views: Sequence[torch.Tensor]) -> None:
+        if not pieces:
+            return
+        held = [at(p) for p in pieces]
+        momenta = [
+            r.momentum[p.start : p.start + p.numel] for r, p in zip(held, pieces, strict=True)
+        ]
+        if not rule.nesterov:
+            torch._foreach_copy_(list(views), momenta)
+            return
+        grads = [r.grad[p.start : p.start + p.numel] for r, p in zip(held, pieces, strict=True)]
+        torch._foreach_copy_(list(views), grads)
+        torch._foreach_lerp_(list(views), momenta, rule.momentum)
+
+    def apply(pieces: Sequence[Piece], views: Sequence[torch.Tensor]) -> None:
+        for piece, view in zip(pieces, views, strict=True):
+            r = at(piece)
+            r.master[piece.start : piece.start + piece.numel].add_(view, alpha=-r.lr)
+
+    exchange.run(pack=pack, compute=rule.update, apply=apply)

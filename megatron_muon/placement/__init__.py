@@ -1,0 +1,24 @@
+"""Planning: owners, waves, byte and FLOP counts. Pure functions of names, shapes and sizes."""
+
+from megatron_muon.placement.plan import CostFunction, Plan, RankLoad, make_plan
+from megatron_muon.placement.segments import (
+    ExchangeGroup,
+    Rectangle,
+    Segment,
+    copies,
+    rectangles,
+    segments,
+)
+
+__all__ = [
+    "CostFunction",
+    "ExchangeGroup",
+    "Plan",
+    "RankLoad",
+    "Rectangle",
+    "Segment",
+    "copies",
+    "make_plan",
+    "rectangles",
+    "segments",
+]

@@ -1,0 +1,85 @@
+"""Waves: matrices that travel and are computed together, bounded in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MIN_WAVE_ELEMENTS = 1 << 18
+"""An owner's share of a wave below which a further wave costs more latency than it hides."""
+
+TARGET_WAVES = 4
+"""Enough for exchange, computation and return to overlap; more only where memory asks for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """Elements that one rank holds for one wave.
+
+    Attributes:
+        outbound: Packed for the owners and received as owner.
+        matrices: Assembled as owner.
+        inbound: Packed as owner for the holders and received as holder.
+    """
+
+    outbound: int
+    matrices: int
+    inbound: int
+
+
+EMPTY = Footprint(outbound=0, matrices=0, inbound=0)
+
+
+def peak_elements(waves: Sequence[Footprint]) -> int:
+    """Largest number of elements that one rank holds at once.
+
+    Follows the schedule of ``exchange.runner``: while wave k is assembled, computed and packed,
+    wave k+1 is on its way to the owners and wave k-1 on its way back.
+    """
+    peak = 0
+    for k, wave in enumerate(waves):
+        following = waves[k + 1] if k + 1 < len(waves) else EMPTY
+        previous = waves[k - 1] if k else EMPTY
+        here = wave.matrices + max(wave.outbound, wave.inbound)
+        peak = max(peak, following.outbound + here + previous.inbound)
+    return peak
+
+
+def cut_by_owner(
+    *, owners: Sequence[int], numels: Sequence[int], cap: int
+) -> tuple[tuple[int, ...], ...]:
+    """Deal every owner's matrices, in order, to waves of at most ``cap`` elements per owner.
+
+    A matrix larger than ``cap`` has a wave's share of its owner to itself.
+
+    Args:
+        owners: Owner of each matrix, in the order in which the next forward needs them.
+        numels: Elements of each matrix.
+        cap: Elements per owner and wave.
+
+    Returns:
+        For each wave the indices of its matrices, ascending.
+    """
+    wave_of: dict[int, int] = {}
+    filled: dict[int, int] = {}
+    waves: list[list[int]] = []
+    for index, (owner, numel) in enumerate(zip(owners, numels, strict=True)):
+        wave = wave_of.get(owner, 0)
+        if filled.get(owner, 0) and filled[owner] + numel > cap:
+            wave += 1
+            filled[owner] = 0
+        wave_of[owner] = wave
+        filled[owner] = filled.get(owner, 0) + numel
+        while len(waves) <= wave:
+            waves.append([])
+        waves[wave].append(index)
+    return tuple(tuple(wave) for wave in waves)
+
+
+def initial_cap(*, owners: Sequence[int], numels: Sequence[int]) -> int:
+    """Elements per owner and wave when memory is no concern."""
+    owned: dict[int, int] = {}
+    for owner, numel in zip(owners, numels, strict=True):
+        owned[owner] = owned.get(owner, 0) + numel
+    busiest = max(owned.values(), default=0)
+    return max(-(-busiest // TARGET_WAVES), MIN_WAVE_ELEMENTS)

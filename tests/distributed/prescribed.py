@@ -1,0 +1,294 @@
+"""Prescribed whole matrices, cut to any layout: the rule alone, without a model.
+
+The cutting here is written from Megatron's storage conventions and shares nothing with
+``megatron_muon.matrices``: row cut, column cut, ``[gate_r; up_r]``, flat bucket shards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_muon.exchange import Exchange, GroupTransport, check_agreement
+from megatron_muon.linalg import coefficient_schedule
+from megatron_muon.matrices import (
+    RowPacking,
+    ShardedParameter,
+    data_parallel_ranges,
+    logical_matrices,
+)
+from megatron_muon.optim import MatrixRange, MuonRule, muon_step
+from megatron_muon.placement import ExchangeGroup, Plan, make_plan
+from tests.reference.muon import gate_up_parts, qkv_parts
+
+GROUPS, HEADS, HEAD_DIM = 4, 8, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """One parameter as one process would hold it."""
+
+    name: str
+    shape: tuple[int, int]
+    tp_dim: int | None
+    packing: RowPacking = RowPacking.WHOLE
+    part_rows: tuple[tuple[str, int], ...] = ()
+
+
+def model(layers: int = 2) -> list[Whole]:
+    """Row and column cuts, fused QKV with grouped queries, gated MLP, a replicated weight."""
+    qkv_rows = (HEADS + 2 * GROUPS) * HEAD_DIM
+    query = HEADS // GROUPS * HEAD_DIM
+    found = []
+    for layer in range(layers):
+        at = f"layers.{layer}"
+        found += [
+            Whole(
+                name=f"{at}.linear_qkv.weight",
+                shape=(qkv_rows, 24),
+                tp_dim=0,
+                packing=RowPacking.QKV,
+                part_rows=(("q", query), ("k", HEAD_DIM), ("v", HEAD_DIM)),
+            ),
+            Whole(name=f"{at}.linear_proj.weight", shape=(24, HEADS * HEAD_DIM), tp_dim=1),
+            Whole(
+                name=f"{at}.linear_fc1.weight",
+                shape=(80, 24),
+                tp_dim=0,
+                packing=RowPacking.GATE_UP,
+            ),
+            Whole(name=f"{at}.linear_fc2.weight", shape=(24, 40), tp_dim=1),
+            Whole(name=f"{at}.linear_down.weight", shape=(7, 24), tp_dim=None),
+        ]
+    return found
+
+
+def parts(entry: Whole) -> list[torch.Tensor]:
+    """Row indices of each logical matrix, for the reference."""
+    if entry.packing is RowPacking.QKV:
+        return qkv_parts(GROUPS, HEADS, HEAD_DIM)
+    if entry.packing is RowPacking.GATE_UP:
+        return gate_up_parts(entry.shape[0] // 2)
+    return [torch.arange(entry.shape[0])]
+
+
+def shard(entry: Whole, whole: torch.Tensor, tp: int, tp_rank: int) -> torch.Tensor:
+    """What one TP rank stores of a whole parameter, flat."""
+    if entry.tp_dim is None or tp == 1:
+        return whole.clone().reshape(-1)
+    if entry.packing is RowPacking.GATE_UP:
+        gate, up = whole.chunk(2)
+        return torch.cat([gate.chunk(tp)[tp_rank], up.chunk(tp)[tp_rank]]).reshape(-1)
+    return whole.chunk(tp, dim=entry.tp_dim)[tp_rank].clone().reshape(-1)
+
+
+def unshard(entry: Whole, shards: list[torch.Tensor], tp: int) -> torch.Tensor:
+    """Inverse of ``shard``."""
+    if entry.tp_dim is None or tp == 1:
+        return shards[0].view(entry.shape)
+    if entry.packing is RowPacking.GATE_UP:
+        halves = [s.view(2, -1, entry.shape[1]) for s in shards]
+        return torch.cat([h[0] for h in halves] + [h[1] for h in halves])
+    rows, cols = entry.shape
+    if entry.tp_dim == 0:
+        return torch.cat([s.view(-1, cols) for s in shards])
+    return torch.cat([s.view(rows, -1) for s in shards], dim=1)
+
+
+def sharded_parameters(
+    entries: list[Whole], *, tp: int, dp: int, bucket: int
+) -> list[ShardedParameter]:
+    """Lay the TP shards out in one flat buffer with buckets, as Megatron does: last first."""
+    result = []
+    position = bucket_start = 0
+    members: list[tuple[Whole, int, int]] = []
+
+    def close(end: int) -> int:
+        stop = bucket_start + -(-(end - bucket_start) // (dp * 8)) * (dp * 8)
+        result.extend(
+            ShardedParameter(
+                name=entry.name,
+                global_shape=entry.shape,
+                tp_dim=None if tp == 1 else entry.tp_dim,
+                tp=tp,
+                ranges=data_parallel_ranges(
+                    start=low,
+                    stop=high,
+                    bucket_start=bucket_start,
+                    bucket_numel=stop - bucket_start,
+                    dp=dp,
+                ),
+                packing=entry.packing,
+                part_rows=entry.part_rows,
+            )
+            for entry, low, high in members
+        )
+        members.clear()
+        return stop
+
+    for entry in reversed(entries):
+        position = -(-position // 64) * 64
+        rows, cols = entry.shape
+        numel = rows * cols // (tp if entry.tp_dim is not None else 1)
+        members.append((entry, position, position + numel))
+        position += numel
+        if position - bucket_start >= bucket:
+            position = bucket_start = close(position)
+    if members:
+        close(position)
+    return result
+
+
+def gradient(entry: Whole, step: int, dtype: torch.dtype) -> torch.Tensor:
+    """The prescribed whole gradient of a step; the fc2 of layer 1 is exactly zero throughout."""
+    generator = torch.Generator().manual_seed(
+        1000 * step + sum(ord(letter) for letter in entry.name)
+    )
+    if entry.name == "layers.1.linear_fc2.weight":
+        return torch.zeros(entry.shape, dtype=dtype)
+    # Drawn in fp32, so that fp32 and fp64 runs and the reference see the same numbers.
+    drawn = torch.randn(entry.shape, generator=generator)
+    return (drawn * 10.0 ** (step % 5 - 2)).to(dtype)
+
+
+def initial(entry: Whole, dtype: torch.dtype) -> torch.Tensor:
+    """The whole initial weight."""
+    generator = torch.Generator().manual_seed(sum(ord(letter) for letter in entry.name))
+    return torch.randn(entry.shape, generator=generator).to(dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One layout and one rule."""
+
+    tp: int
+    dp: int
+    dtype: torch.dtype
+    steps: int = 20
+    layers: int = 2
+    bucket: int = 1500
+    buffer_mb: float = 16.0
+    nesterov: bool = False
+    scale_mode: str = "spectral"
+    split: bool = True
+    lr: float = 0.02
+    weight_decay: float = 0.1
+
+
+def plan_of(setting: Setting, entries: list[Whole]) -> Plan:
+    """The plan of a setting."""
+    parameters = sharded_parameters(
+        entries, tp=setting.tp, dp=setting.dp, bucket=setting.bucket
+    )
+    return make_plan(
+        group=ExchangeGroup(tp=setting.tp, dp=setting.dp),
+        parameters=parameters,
+        matrices=[m for p in parameters for m in logical_matrices(p, split=setting.split)],
+        cost=lambda m, n: 5 * min(m, n) * m * n,
+        itemsize=setting.dtype.itemsize,
+        buffer_bytes=int(setting.buffer_mb * 2**20),
+    )
+
+
+def rule_of(setting: Setting) -> MuonRule:
+    """The rule of a setting."""
+    return MuonRule(
+        momentum=0.9,
+        nesterov=setting.nesterov,
+        schedule=coefficient_schedule("quintic", 5),
+        scale_mode=setting.scale_mode,
+        extra_scale_factor=0.5,
+        compute_dtype=setting.dtype,
+    )
+
+
+def run_rank(rank: int, setting: Setting, entries: list[Whole]) -> dict[str, Any]:
+    """Train on one rank; returns its final ranges, counters of the last step, and the plan's."""
+    import torch.distributed as dist
+
+    plan = plan_of(setting, entries)
+    by_name = {entry.name: entry for entry in entries}
+    tp_rank, dp_rank = rank % setting.tp, rank // setting.tp
+    check_agreement(
+        digest=plan.digest,
+        expected_rank=plan.group.rank(tp_rank=tp_rank, dp_rank=dp_rank),
+        group=dist.group.WORLD,
+        device=torch.device("cpu"),
+    )
+    exchange = Exchange(
+        plan,
+        rank=rank,
+        transport=GroupTransport(dist.group.WORLD),
+        dtype=setting.dtype,
+        device=torch.device("cpu"),
+    )
+    rule = rule_of(setting)
+
+    def mine(name: str, whole: torch.Tensor, owned: tuple[int, int]) -> torch.Tensor:
+        return shard(by_name[name], whole, setting.tp, tp_rank)[owned[0] : owned[1]].clone()
+
+    state: list[MatrixRange | None] = []
+    for parameter in plan.parameters:
+        owned = parameter.ranges[dp_rank]
+        if owned[1] == owned[0]:
+            state.append(None)
+            continue
+        master = mine(
+            parameter.name, initial(by_name[parameter.name], setting.dtype), owned
+        )
+        state.append(
+            MatrixRange(
+                master=master,
+                momentum=torch.zeros_like(master),
+                grad=torch.empty_like(master),
+                lr=setting.lr,
+                weight_decay=setting.weight_decay,
+            )
+        )
+    counters = []
+    for step in range(setting.steps):
+        for parameter, owned_range in zip(plan.parameters, state, strict=True):
+            if owned_range is not None:
+                whole = gradient(by_name[parameter.name], step, setting.dtype)
+                owned_range.grad = mine(parameter.name, whole, parameter.ranges[dp_rank])
+        muon_step(rule, state, exchange)
+        counters.append(exchange.counters)
+    return {
+        "masters": {
+            p.name: r.master for p, r in zip(plan.parameters, state, strict=True) if r is not None
+        },
+        "momenta": {
+            p.name: r.momentum
+            for p, r in zip(plan.parameters, state, strict=True)
+            if r is not None
+        },
+        "counters": counters,
+    }
+
+
+def assemble(
+    results: list[dict[str, Any]], setting: Setting, entries: list[Whole], what: str
+) -> dict[str, list[torch.Tensor]]:
+    """Whole parameters from all ranks' ranges; a replicated one once per TP rank."""
+    plan = plan_of(setting, entries)
+    by_name = {entry.name: entry for entry in entries}
+    wholes: dict[str, list[torch.Tensor]] = {}
+    for parameter in plan.parameters:
+        shards = [
+            torch.cat(
+                [
+                    results[dp_rank * setting.tp + tp_rank][what][parameter.name]
+                    for dp_rank in range(setting.dp)
+                    if parameter.ranges[dp_rank][1] > parameter.ranges[dp_rank][0]
+                ]
+            )
+            for tp_rank in range(setting.tp)
+        ]
+        entry = by_name[parameter.name]
+        if entry.tp_dim is None:
+            wholes[entry.name] = [s.view(entry.shape) for s in shards]
+        else:
+            wholes[entry.name] = [unshard(entry, shards, setting.tp)]
+    return wholes
