@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
-
-T = TypeVar("T")
 
 
 class Pending(Protocol):
@@ -96,13 +94,13 @@ def check_agreement(
     different = [rank for rank, row in enumerate(rows) if row[:-1] != rows[0][:-1]]
     if different:
         raise PlanMismatchError(
-            f"ranks {different} of the exchange group made another plan than rank 0: names, shapes, "
-            "bucket sizes or --matrix-rule differ between ranks; start every rank with the same "
+            f"ranks {different} of the exchange group made another plan than rank 0: names, "
+            "shapes, bucket sizes or --matrix-rule differ between ranks; start every rank with the same "
             "arguments and the same model"
         )
 
 
-def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def gather_objects[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Every rank's value, in rank order; used at start only."""
     everyone: list[T | None] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, value, group=group)

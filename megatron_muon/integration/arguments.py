@@ -9,6 +9,7 @@ from megatron_muon.config import MatrixConfig
 from megatron_muon.integration.support import (
     ConfigurationError,
     flag_problems,
+    learning_rate_problems,
     setting_problems,
 )
 from megatron_muon.linalg import SCALE_MODES, parse_coefficients
@@ -26,7 +27,7 @@ def add_matrix_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """
     actions = {option: action for action in parser._actions for option in action.option_strings}
     _extend_choices(actions["--optimizer"], OPTIMIZERS)
-    _extend_choices(actions["--muon-scale-mode"], SCALE_MODES)
+    _extend_choices(actions["--muon-scale-mode"], tuple(SCALE_MODES))
     group = parser.add_argument_group(title="matrix optimizer (megatron_muon)")
     group.add_argument(
         "--matrix-lr",
@@ -150,12 +151,7 @@ def translate_arguments(args: Any) -> None:
     else:
         assert settings is not None
         problems += setting_problems(settings)
-    if args.matrix_lr is None and args.matrix_min_lr is not None and args.lr is not None:
-        if args.matrix_min_lr > args.lr:
-            problems.append(
-                f"--matrix-min-lr {args.matrix_min_lr} is above --lr {args.lr}; lower it or set "
-                "--matrix-lr"
-            )
+        problems += learning_rate_problems(settings, lr=args.lr, min_lr=args.min_lr)
     if problems:
         raise ConfigurationError(problems)
     if not args.use_distributed_optimizer:
@@ -204,4 +200,3 @@ def _refuse_stray_flags(args: Any) -> None:
         )
     if problems:
         raise ConfigurationError(problems)
-

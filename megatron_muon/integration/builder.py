@@ -72,9 +72,7 @@ def get_matrix_optimizer(
     base = get_standard_config_overrides(config) if config_overrides is None else config_overrides
     setup = MatrixSetup(
         config=settings,
-        matrices=tuple(
-            (r.parameter, r.split) for r in routed if r.route.optimizer == "matrix"
-        ),
+        matrices=tuple((r.parameter, r.split) for r in routed if r.route.optimizer == "matrix"),
         names={p.tensor: p.name for p in found},
         tp=tp_group.size(),
         tp_rank=tp_group.rank(),
@@ -170,7 +168,7 @@ def _group_overrides(
         override |= _our_override(config, settings, entry, override)
         if not override:
             continue
-        identity = param_group_override_to_tuple(override)  # type: ignore[arg-type]
+        identity = param_group_override_to_tuple(override)
         members.setdefault(identity, set()).add(id(tensor))
         values[identity] = override
     return {

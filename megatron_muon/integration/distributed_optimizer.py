@@ -26,6 +26,7 @@ from megatron_muon.linalg import (
     resolve_compute_dtype,
 )
 from megatron_muon.matrices import (
+    LogicalMatrix,
     ShardedParameter,
     data_parallel_ranges,
     logical_matrices,
@@ -116,7 +117,9 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
         dp = self.data_parallel_group.size()
         layout = self._buffer_layout()
         group = ExchangeGroup(tp=setup.tp, dp=dp)
-        parameters, matrices, self._tensors = [], [], {}
+        parameters: list[ShardedParameter] = []
+        matrices: list[LogicalMatrix] = []
+        self._tensors: dict[str, torch.nn.Parameter] = {}
         for entry, split in setup.matrices:
             if entry.tensor not in layout:
                 continue
@@ -126,8 +129,12 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
             self._tensors[entry.name] = entry.tensor
         device = self.buffers[0].grad_data.device
         config = setup.config
+        compute_dtype = resolve_compute_dtype(config.compute_dtype, device)
         schedule = coefficient_schedule(
-            config.coefficient_type, config.num_ns_steps, config.coefficients
+            config.coefficient_type,
+            config.num_ns_steps,
+            config.coefficients,
+            compute_dtype=compute_dtype,
         )
         self.rule = MuonRule(
             momentum=config.momentum,
@@ -135,7 +142,7 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
             schedule=schedule,
             scale_mode=config.scale_mode,
             extra_scale_factor=config.extra_scale_factor,
-            compute_dtype=resolve_compute_dtype(config.compute_dtype, device),
+            compute_dtype=compute_dtype,
         )
         self.plan = make_plan(
             group=group,

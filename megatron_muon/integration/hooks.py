@@ -1,12 +1,13 @@
 """The few places where Megatron is told of us; each can be removed again.
 
-| module | attribute | what the hook does |
-|---|---|---|
-| megatron.training.arguments | add_megatron_arguments | adds our flags after Megatron's own |
-| megatron.training.arguments | validate_args | translates our flags before Megatron validates |
-| megatron.training.training | get_megatron_optimizer_config | lets our settings travel with the config |
-| megatron.training.training | get_megatron_optimizer | builds ours where the config carries settings |
-| megatron.core.optimizer | get_megatron_optimizer | the same for callers that import it from there |
+In ``megatron.training.arguments``:
+    ``add_megatron_arguments`` adds our flags after Megatron's own;
+    ``validate_args`` translates our flags before Megatron validates.
+In ``megatron.training.training``:
+    ``get_megatron_optimizer_config`` lets our settings travel with the config;
+    ``get_megatron_optimizer`` builds ours where the config carries settings.
+In ``megatron.core.optimizer``:
+    ``get_megatron_optimizer``, the same for callers that import it from there.
 
 Valid for the versions in ``versions.SUPPORTED``; a missing target is refused by name.
 """
@@ -91,9 +92,7 @@ HOOKS = (
         attribute="add_megatron_arguments",
         wrap=_with_our_flags,
     ),
-    Hook(
-        module="megatron.training.arguments", attribute="validate_args", wrap=_after_translation
-    ),
+    Hook(module="megatron.training.arguments", attribute="validate_args", wrap=_after_translation),
     Hook(
         module="megatron.training.training",
         attribute="get_megatron_optimizer_config",

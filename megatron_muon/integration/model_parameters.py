@@ -111,7 +111,7 @@ def _describe(
                 getattr(parameter, "shared", False) or getattr(parameter, "shared_embedding", False)
             ),
         ),
-        # partition_dim is 0 on replicated Transformer Engine weights: tensor_model_parallel decides.
+        # On replicated Transformer Engine weights partition_dim is 0 all the same.
         tp_dim=int(parameter.partition_dim) if cut else None,  # type: ignore[attr-defined]
         packing=packing,
         part_rows=part_rows,
@@ -139,9 +139,7 @@ def _packing(
     if name.endswith("linear_qkv.weight"):
         heads_per_group = config.num_attention_heads // config.num_query_groups
         query = ("q", heads_per_group * config.kv_channels)
-        gate = (
-            (("gate", query[1]),) if getattr(config, "attention_output_gate", False) else ()
-        )
+        gate = (("gate", query[1]),) if getattr(config, "attention_output_gate", False) else ()
         return RowPacking.QKV, (query, *gate, ("k", config.kv_channels), ("v", config.kv_channels))
     if name.endswith("linear_fc1.weight") and getattr(config, "gated_linear_unit", False):
         return RowPacking.GATE_UP, ()

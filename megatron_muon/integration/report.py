@@ -32,7 +32,9 @@ class RoutedParameter:
     split: bool
 
 
-def startup_report(settings: MatrixConfig, routed: Sequence[RoutedParameter], optimizer: Any) -> str:
+def startup_report(
+    settings: MatrixConfig, routed: Sequence[RoutedParameter], optimizer: Any
+) -> str:
     """Text of the table.
 
     Args:
@@ -60,8 +62,8 @@ def startup_report(settings: MatrixConfig, routed: Sequence[RoutedParameter], op
         lines += _matrix_families(plan)
         lines.append(
             f"update: {child.rule.scale_mode} scale x {child.rule.extra_scale_factor:g}, "
-            f"{len(child.rule.schedule)} Newton-Schulz steps ({settings.coefficient_type}), computed "
-            f"in {_dtype_name(child.rule.compute_dtype)}, exchanged in fp32; momentum "
+            f"{len(child.rule.schedule)} Newton-Schulz steps ({settings.coefficient_type}), "
+            f"computed in {_dtype_name(child.rule.compute_dtype)}, exchanged in fp32; momentum "
             f"{child.rule.momentum:g}{' (Nesterov)' if child.rule.nesterov else ''}"
         )
         lines += _balance(plan, settings, child)
@@ -114,14 +116,18 @@ def _balance(plan: Plan, settings: MatrixConfig, child: Any) -> list[str]:
     adam = adam_traffic_bytes(child)
     owners = Counter(plan.owners)
     lines = [
-        f"{len(plan.matrices)} matrices, {plan.group.size} owners (TP {plan.group.tp} x DP "
-        f"{plan.group.dp}), {len(plan.waves)} waves; owner load max/mean {reached:.3f}, best "
-        f"possible {bound:.3f}; busiest owner has {max(owners.values())} matrices, "
-        f"{max(load.flops for load in loads) / 1e9:.3g} GFLOP a step",
-        f"exchange: at most {sent / MIB:.2f} MiB sent by a rank and step"
-        + (f" ({sent / adam:.2f} x what AdamW's reduce and gather send)" if adam else "")
-        + f"; buffers at most {peak / MIB:.2f} MiB of "
-        f"--dmuon-exchange-buffer-mb {settings.exchange_buffer_mb:g}",
+        (
+            f"{len(plan.matrices)} matrices, {plan.group.size} owners (TP {plan.group.tp} x DP "
+            f"{plan.group.dp}), {len(plan.waves)} waves; owner load max/mean {reached:.3f}, best "
+            f"possible {bound:.3f}; busiest owner has {max(owners.values())} matrices, "
+            f"{max(load.flops for load in loads) / 1e9:.3g} GFLOP a step"
+        ),
+        (
+            f"exchange: at most {sent / MIB:.2f} MiB sent by a rank and step"
+            + (f" ({sent / adam:.2f} x what AdamW's reduce and gather send)" if adam else "")
+            + f"; buffers at most {peak / MIB:.2f} MiB of "
+            f"--dmuon-exchange-buffer-mb {settings.exchange_buffer_mb:g}"
+        ),
     ]
     if idle:
         lines.append(
@@ -157,7 +163,8 @@ def _dtype_name(dtype: Any) -> str:
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     rendered = [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        "  "
+        + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in (header, *rows)
     ]
     return [rendered[0], "  " + "-" * (len(rendered[0]) - 2), *rendered[1:]]

@@ -119,18 +119,24 @@ _FLAG_PROBLEMS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     ),
     (
         lambda a: a.muon_tp_mode != "blockwise",
-        "--muon-tp-mode chooses between approximations of megatron-core's own muon; dmuon is exact "
-        "at every tensor-parallel size: remove the flag",
+        (
+            "--muon-tp-mode chooses between approximations of megatron-core's own muon; dmuon is "
+            "exact at every tensor-parallel size: remove the flag"
+        ),
     ),
     (
         lambda a: a.muon_fp32_matmul_prec != "medium",
-        "--muon-fp32-matmul-prec has no effect on dmuon: use --dmuon-compute-dtype "
-        "{auto,bf16,fp32,fp64}",
+        (
+            "--muon-fp32-matmul-prec has no effect on dmuon: use --dmuon-compute-dtype "
+            "{auto,bf16,fp32,fp64}"
+        ),
     ),
     (
         lambda a: a.muon_scalar_optimizer != "adam",
-        "--muon-scalar-optimizer lion is not supported: dmuon trains scalar parameters with Adam, "
-        "remove the flag",
+        (
+            "--muon-scalar-optimizer lion is not supported: dmuon trains scalar parameters with "
+            "Adam, remove the flag"
+        ),
     ),
 )
 
@@ -182,11 +188,27 @@ def setting_problems(settings: MatrixConfig) -> list[str]:
     ):
         if value is not None and not 0.0 <= value < float("inf"):
             problems.append(f"{flag} is {value}; it must be a number >= 0")
-    if settings.lr is not None and settings.min_lr is not None and settings.min_lr > settings.lr:
-        problems.append(
-            f"--matrix-min-lr {settings.min_lr} is above --matrix-lr {settings.lr}; lower it"
-        )
     return problems
+
+
+def learning_rate_problems(
+    settings: MatrixConfig, *, lr: float | None, min_lr: float | None
+) -> list[str]:
+    """Matrices whose minimum learning rate would be above their maximum.
+
+    Args:
+        settings: Settings of the matrix optimizer.
+        lr: Adam's maximum, which matrices share unless set apart.
+        min_lr: Adam's minimum, likewise.
+    """
+    highest = settings.lr if settings.lr is not None else lr
+    lowest = settings.min_lr if settings.min_lr is not None else min_lr
+    if highest is None or lowest is None or lowest <= highest:
+        return []
+    return [
+        f"the learning rate of matrices would start at {highest:g} and end at {lowest:g}: set "
+        "--matrix-min-lr (or --min-lr) at or below --matrix-lr (or --lr)"
+    ]
 
 
 def config_problems(
@@ -204,10 +226,11 @@ def config_problems(
         parameters: Their trainable parameters.
     """
     problems = setting_problems(settings)
+    problems += learning_rate_problems(settings, lr=config.lr, min_lr=config.min_lr)
     if config.optimizer != "adam":
         problems.append(
-            f"OptimizerConfig.optimizer is '{config.optimizer}': scalar parameters are trained with "
-            "Adam, set optimizer='adam'"
+            f"OptimizerConfig.optimizer is '{config.optimizer}': scalar parameters are trained "
+            "with Adam, set optimizer='adam'"
         )
     wrapped = [chunk for chunk in model_chunks if hasattr(chunk, "ddp_config")]
     if len(wrapped) < len(model_chunks):
@@ -235,7 +258,7 @@ def config_problems(
     experts = [p.name for p in parameters if p.is_expert]
     if experts:
         problems.append(
-            f"expert parameters are not supported yet (first of {len(experts)}: {experts[0]}): train "
-            "a dense model, or use --optimizer adam"
+            f"expert parameters are not supported yet (first of {len(experts)}: {experts[0]}): "
+            "train a dense model, or use --optimizer adam"
         )
     return problems

@@ -51,7 +51,9 @@ def rule_from_mapping(pattern: str, values: Mapping[str, object], source: str) -
         )
     for key in values:
         if key not in _KEYS:
-            raise ValueError(f"{source}: unknown key '{key}'; supported keys are {', '.join(_KEYS)}")
+            raise ValueError(
+                f"{source}: unknown key '{key}'; supported keys are {', '.join(_KEYS)}"
+            )
     for key, choices in (
         ("optimizer", get_args(OptimizerChoice)),
         ("split", get_args(SplitChoice)),
@@ -121,7 +123,7 @@ def load_rules(path: str) -> tuple[Rule, ...]:
 
 
 def merged_rule(rules: Sequence[Rule], name: str) -> Rule:
-    """All wishes for one parameter; where several rules match, the later one wins field by field."""
+    """All wishes for one parameter; of several rules that match the later wins, field by field."""
     fields: dict[str, object] = dict.fromkeys(_KEYS)
     for rule in rules:
         if fnmatchcase(name, rule.pattern):
@@ -133,7 +135,5 @@ def unmatched_rules(rules: Sequence[Rule], names: Iterable[str]) -> tuple[str, .
     """Patterns that match none of the names."""
     known = list(names)
     return tuple(
-        rule.pattern
-        for rule in rules
-        if not any(fnmatchcase(name, rule.pattern) for name in known)
+        rule.pattern for rule in rules if not any(fnmatchcase(name, rule.pattern) for name in known)
     )

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron_muon.exchange import Exchange
-from megatron_muon.linalg import full_precision_matmul, newton_schulz, update_scale
+from megatron_muon.linalg import newton_schulz, update_scale
 from megatron_muon.placement.program import Piece
 
 
@@ -48,10 +48,7 @@ class MuonRule:
         """``extra · s(m, n) · NewtonSchulz(B)`` for a batch (B, m, n), written over it."""
         _, m, n = matrices.shape
         scale = self.extra_scale_factor * update_scale(self.scale_mode, m, n)
-        with full_precision_matmul():
-            newton_schulz(
-                matrices, self.schedule, compute_dtype=self.compute_dtype, out=matrices
-            )
+        newton_schulz(matrices, self.schedule, compute_dtype=self.compute_dtype, out=matrices)
         return matrices.mul_(scale)
 
 
@@ -75,9 +72,7 @@ class MatrixRange:
 
 
 @torch.no_grad()
-def muon_step(
-    rule: MuonRule, ranges: Sequence[MatrixRange | None], exchange: Exchange
-) -> None:
+def muon_step(rule: MuonRule, ranges: Sequence[MatrixRange | None], exchange: Exchange) -> None:
     """One step of all matrices of a stage.
 
     Args:
@@ -113,8 +108,13 @@ def muon_step(
         torch._foreach_lerp_(list(views), momenta, rule.momentum)
 
     def apply(pieces: Sequence[Piece], views: Sequence[torch.Tensor]) -> None:
+        by_lr: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for piece, view in zip(pieces, views, strict=True):
             r = at(piece)
-            r.master[piece.start : piece.start + piece.numel].add_(view, alpha=-r.lr)
+            targets, updates = by_lr.setdefault(r.lr, ([], []))
+            targets.append(r.master[piece.start : piece.start + piece.numel])
+            updates.append(view)
+        for lr, (targets, updates) in by_lr.items():
+            torch._foreach_add_(targets, updates, alpha=-lr)
 
     exchange.run(pack=pack, compute=rule.update, apply=apply)

@@ -96,7 +96,9 @@ class Plan:
                 if segment.rank != owner:
                     sent[owner] += segment.numel
                     received[segment.rank] += segment.numel
-        footprints = _footprints(self.waves, self.matrices, self.owners, self.gathers, self.scatters)
+        footprints = _footprints(
+            self.waves, self.matrices, self.owners, self.gathers, self.scatters
+        )
         return tuple(
             RankLoad(
                 flops=flops[rank],

@@ -82,9 +82,9 @@ def segments(
     return tuple(sorted(found, key=lambda s: (s.rank, s.start)))
 
 
-def copies(source: tuple[Segment, ...], matrix: LogicalMatrix, group: ExchangeGroup) -> tuple[
-    Segment, ...
-]:
+def copies(
+    source: tuple[Segment, ...], matrix: LogicalMatrix, group: ExchangeGroup
+) -> tuple[Segment, ...]:
     """The runs that receive the update: the sources, and for a replicated matrix every copy."""
     if not matrix.replicated:
         return source

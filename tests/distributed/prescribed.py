@@ -179,9 +179,7 @@ class Setting:
 
 def plan_of(setting: Setting, entries: list[Whole]) -> Plan:
     """The plan of a setting."""
-    parameters = sharded_parameters(
-        entries, tp=setting.tp, dp=setting.dp, bucket=setting.bucket
-    )
+    parameters = sharded_parameters(entries, tp=setting.tp, dp=setting.dp, bucket=setting.bucket)
     return make_plan(
         group=ExchangeGroup(tp=setting.tp, dp=setting.dp),
         parameters=parameters,
@@ -235,9 +233,7 @@ def run_rank(rank: int, setting: Setting, entries: list[Whole]) -> dict[str, Any
         if owned[1] == owned[0]:
             state.append(None)
             continue
-        master = mine(
-            parameter.name, initial(by_name[parameter.name], setting.dtype), owned
-        )
+        master = mine(parameter.name, initial(by_name[parameter.name], setting.dtype), owned)
         state.append(
             MatrixRange(
                 master=master,
@@ -260,9 +256,7 @@ def run_rank(rank: int, setting: Setting, entries: list[Whole]) -> dict[str, Any
             p.name: r.master for p, r in zip(plan.parameters, state, strict=True) if r is not None
         },
         "momenta": {
-            p.name: r.momentum
-            for p, r in zip(plan.parameters, state, strict=True)
-            if r is not None
+            p.name: r.momentum for p, r in zip(plan.parameters, state, strict=True) if r is not None
         },
         "counters": counters,
     }

@@ -135,9 +135,7 @@ def test_unsplit_is_one_matrix_in_global_row_order(ranks: Ranks) -> None:
 @pytest.mark.parametrize("buffer_mb", [16.0, 0.06])
 def test_counts_equal_the_prediction(ranks: Ranks, tp: int, dp: int, buffer_mb: float) -> None:
     """Bytes and orthogonalizations are counted where they happen; the plan predicts them."""
-    setting = Setting(
-        tp=tp, dp=dp, dtype=torch.float32, steps=2, layers=4, buffer_mb=buffer_mb
-    )
+    setting = Setting(tp=tp, dp=dp, dtype=torch.float32, steps=2, layers=4, buffer_mb=buffer_mb)
     entries = model(4)
     plan = plan_of(setting, entries)
     results = ranks(tp * dp, run_rank, setting, entries)
@@ -161,8 +159,7 @@ class TestAWrongVariantFails:
     def test_blockwise_per_tp_shard(self, ranks: Ranks) -> None:
         entries = [Whole(name="layers.0.linear_proj.weight", shape=(24, 32), tp_dim=0)]
         blockwise = [
-            dataclasses.replace(e, packing=_QKV, part_rows=(("a", 12), ("b", 12)))
-            for e in entries
+            dataclasses.replace(e, packing=_QKV, part_rows=(("a", 12), ("b", 12))) for e in entries
         ]
         assert errors(ranks, self.setting, entries) < 1e-10
         expected = reference(self.setting, entries)

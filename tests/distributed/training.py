@@ -112,11 +112,11 @@ def scheduler(optimizer: Any, steps: int) -> Any:
         max_lr=LR,
         min_lr=MIN_LR,
         lr_warmup_steps=WARMUP,
-        lr_decay_steps=steps,
+        lr_decay_steps=max(steps, 20),
         lr_decay_style="cosine",
         start_wd=WEIGHT_DECAY,
         end_wd=WEIGHT_DECAY,
-        wd_incr_steps=steps,
+        wd_incr_steps=max(steps, 20),
         wd_incr_style="constant",
     )
 
@@ -138,7 +138,7 @@ def train(rank: int, run: Run) -> dict[str, Any]:
         micro_batches = tiny_gpt.batch(step, global_batch=16, micro_batch=2)
         record["losses"].append(tiny_gpt.forward_backward(wrapped, micro_batches, optimizer))
         gradients = tiny_gpt.gather_full(wrapped, "main_grad") if keeps_every else None
-        record["lrs"].append([group["lr"] for group in optimizer.param_groups][0])
+        record["lrs"].append(optimizer.param_groups[0]["lr"])
         succeeded, norm, zeros = optimizer.step()
         assert succeeded
         schedule.step(1)

@@ -1,0 +1,67 @@
+"""The few functions of Megatron itself that cannot run on a CPU."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from typing import Any
+
+
+def _mark_norms_under_sequence_parallel() -> None:
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    original = WrappedTorchNorm.__new__
+
+    @functools.wraps(original)
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        if not config.sequence_parallel:
+            return original(cls, config, *args, **kwargs)
+        # The norm itself works row by row on any part of the sequence.  What torch's norm lacks is
+        # the mark by which the gradients of its parameters are summed over the tensor ranks.
+        whole_sequence = copy.copy(config)
+        whole_sequence.sequence_parallel = False
+        norm = original(cls, whole_sequence, *args, **kwargs)
+        for param in norm.parameters():
+            param.sequence_parallel = True
+        return norm
+
+    WrappedTorchNorm.__new__ = new
+
+
+def _use_the_compiled_dataset_helpers() -> None:
+    from megatron.core.datasets import utils
+
+    def compile_helpers() -> None:
+        """Nothing to do: the wheel contains the compiled extension."""
+
+    utils.compile_helpers = compile_helpers
+
+
+def _fork_the_checkpoint_queue() -> None:
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    original = filesystem_async.get_write_results_queue
+
+    @functools.wraps(original)
+    def get_write_results_queue(mp_mode: str = "fork") -> Any:
+        return original(mp_mode="fork")
+
+    filesystem_async.get_write_results_queue = get_write_results_queue
+
+
+def _expect_cpu_draws_in_forked_rng() -> None:
+    from megatron.core.tensor_parallel import random
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "CPU RNG state changed" not in record.getMessage()
+
+    logging.getLogger(random.__name__).addFilter(keep)
+
+
+def install() -> None:
+    """Import Megatron and put the stand-ins into it."""
+    _mark_norms_under_sequence_parallel()
+    _use_the_compiled_dataset_helpers()
+    _fork_the_checkpoint_queue()
+    _expect_cpu_draws_in_forked_rng()

@@ -1,0 +1,32 @@
+"""Tensor maths of the matrix optimizers: no torch.distributed, no Megatron, no global state."""
+
+from megatron_muon.linalg.coefficients import (
+    COEFFICIENT_SETS,
+    CoefficientSet,
+    Schedule,
+    coefficient_schedule,
+    parse_coefficients,
+)
+from megatron_muon.linalg.newton_schulz import newton_schulz, newton_schulz_flops
+from megatron_muon.linalg.precision import (
+    COMPUTE_POLICIES,
+    full_precision_matmul,
+    resolve_compute_dtype,
+)
+from megatron_muon.linalg.scales import SCALE_MODES, update_rms, update_scale
+
+__all__ = [
+    "COEFFICIENT_SETS",
+    "COMPUTE_POLICIES",
+    "SCALE_MODES",
+    "CoefficientSet",
+    "Schedule",
+    "coefficient_schedule",
+    "full_precision_matmul",
+    "newton_schulz",
+    "newton_schulz_flops",
+    "parse_coefficients",
+    "resolve_compute_dtype",
+    "update_rms",
+    "update_scale",
+]

@@ -1,0 +1,265 @@
+"""Coefficient sets of the quintic Newton-Schulz iteration, and schedules made from them.
+
+One step maps every singular value σ of a matrix to ``p(σ) = aσ + bσ³ + cσ⁵`` and leaves the
+singular vectors alone. A set is a list of triples ``(a, b, c)``; a schedule is what is really run,
+one triple per step. All sets assume singular values in [0, 1] at the start, which the Frobenius
+norm guarantees.
+
+Where the singular values in [0.02, 1] end after the whole set (computed in float64; the tests
+recompute it):
+
+=============  =====  ===============  ==========================================
+set            steps  lands in         more steps than the set has
+=============  =====  ===============  ==========================================
+simple         1      [0.069, 1.202]   any (5 steps: [0.682, 1.134])
+quintic        5      [0.978, 1.032]   whole passes only: 10, 15, ...
+polar_express  8      [1.000, 1.000]   the last triple is repeated
+cans           5      [0.884, 1.120]   the last triple is repeated; not in bf16
+aol            4      [-1.084, 1.084]  none; negative for σ > 0.8837, see its row
+deepseekv4     10     [1.000, 1.001]   the last triple is repeated
+custom         --     --               whole passes only
+=============  =====  ===============  ==========================================
+
+Fewer steps than the set has: its first triples.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Literal
+
+import torch
+
+type Triple = tuple[float, float, float]
+type Schedule = tuple[Triple, ...]
+
+CUSTOM: Final = "custom"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoefficientSet:
+    """Triples of one published iteration, and what may follow the last of them."""
+
+    name: str
+    """What the user types after ``--muon-coefficient-type``."""
+
+    steps: Schedule
+    """Triples (a, b, c) in the order in which they are applied; empty for ``custom``."""
+
+    source: str
+    """Where the numbers were published."""
+
+    repeats: Literal["whole", "last", "never"]
+    """More steps than triples: run the whole set again, repeat its last triple, or refuse."""
+
+    stable_in_bf16: bool = True
+    """False if the rounding of bf16 can make the iteration diverge."""
+
+
+_SIMPLE_TRIPLE: Final[Triple] = (3.4445, -4.7750, 2.0315)
+
+_ROWS: Final = (
+    CoefficientSet(
+        name="simple",
+        steps=(_SIMPLE_TRIPLE,),
+        source="K. Jordan, Muon: github.com/KellerJordan/Muon",
+        repeats="whole",
+    ),
+    CoefficientSet(
+        name="quintic",
+        steps=(
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
+        source="F. L. Cesista: leloykun.github.io/ponder/muon-opt-coeffs, as in "
+        "github.com/KellerJordan/modded-nanogpt (train_gpt_medium.py)",
+        # The first triple maps 1 to 0.117, so a partial second pass would undo the first one.
+        repeats="whole",
+    ),
+    CoefficientSet(
+        name="polar_express",
+        # Includes the paper's safety factor: b of degree k is divided by 1.01 to the power k.
+        steps=(
+            (8.2051, -22.9019, 16.4607),
+            (4.0664, -2.8612, 0.5184),
+            (3.9096, -2.8234, 0.5250),
+            (3.2856, -2.4153, 0.4853),
+            (2.2779, -1.6198, 0.3985),
+            (1.8726, -1.2307, 0.3585),
+            (1.8564, -1.2132, 0.3568),
+            (1.8750, -1.2500, 0.3750),
+        ),
+        source="Amsel et al., The Polar Express: arXiv:2505.16932",
+        repeats="last",
+    ),
+    CoefficientSet(
+        name="cans",
+        steps=(
+            (8.4703, -25.1081, 18.6293),
+            (4.1828, -3.1087, 0.5806),
+            (3.9619, -2.9541, 0.5630),
+            (3.2866, -2.4647, 0.5074),
+            (2.2737, -1.6447, 0.4162),
+        ),
+        source="Grishina et al., CANS (Remez, adaptive interval): arXiv:2506.10935",
+        repeats="last",
+        # Each triple is fitted to exactly the range of the one before, up to 1.992 after the first.
+        # bf16 rounds that to 2 or above, from where the next triples lead to 1e6 and to inf.
+        stable_in_bf16=False,
+    ),
+    CoefficientSet(
+        name="aol",
+        # Made for row-wise AOL rescaling. Under the Frobenius norm, which we and
+        # emerging-optimizers use, the first triple is negative for σ > 0.8837: a matrix of nearly
+        # rank one (1×n always) is mapped to minus its polar factor. A second pass would flip
+        # every singular value, hence no repetition.
+        steps=(
+            (4.0098, -7.0585, 2.4635),
+            (3.4585, -5.5479, 2.5959),
+            (2.7573, -3.2939, 1.4254),
+            (2.7215, -3.0494, 1.3169),
+        ),
+        source="T. Boissin: github.com/thib-s/flash-newton-schulz",
+        repeats="never",
+    ),
+    CoefficientSet(
+        name="deepseekv4",
+        steps=(_SIMPLE_TRIPLE,) * 8 + ((2.0, -1.5, 0.5),) * 2,
+        source="DeepSeek-V4 technical report, published with DeepSeek-V4-Pro",
+        repeats="last",
+    ),
+    CoefficientSet(
+        name=CUSTOM,
+        steps=(),
+        source="the user, through --dmuon-coefficients",
+        repeats="whole",
+    ),
+)
+
+COEFFICIENT_SETS: Final[Mapping[str, CoefficientSet]] = MappingProxyType(
+    {row.name: row for row in _ROWS}
+)
+
+
+def coefficient_schedule(
+    name: str,
+    steps: int,
+    custom: Sequence[Triple] | None = None,
+    *,
+    compute_dtype: torch.dtype | None = None,
+) -> Schedule:
+    """Returns the triple of every step.
+
+    Args:
+        name: Key of ``COEFFICIENT_SETS``.
+        steps: Number of iterations k, at least 1.
+        custom: The triples of the ``custom`` set; None for every other set.
+        compute_dtype: The dtype of the iteration, to refuse a set that diverges in it; None if it
+            is not known yet.
+
+    Returns:
+        k triples (a, b, c). Up to the length of the set, its first k; beyond, as its ``repeats``
+        says.
+
+    Raises:
+        ValueError: Unknown name, a number of steps that the set cannot do, a compute dtype in which
+            it diverges, or custom triples that are missing, malformed or not asked for. The message
+            names the flag to change.
+    """
+    chosen = COEFFICIENT_SETS.get(name)
+    if chosen is None:
+        raise ValueError(
+            f"--muon-coefficient-type {name} is unknown; supported are "
+            f"{', '.join(COEFFICIENT_SETS)}. Type for example --muon-coefficient-type quintic."
+        )
+    if steps < 1:
+        raise ValueError(
+            f"--muon-num-ns-steps {steps} is impossible, at least 1 step is needed. "
+            "Type for example --muon-num-ns-steps 5."
+        )
+    triples = _custom_triples(custom) if name == CUSTOM else chosen.steps
+    if name != CUSTOM and custom is not None:
+        raise ValueError(
+            f"--dmuon-coefficients is set but --muon-coefficient-type is {name}, which has its own "
+            "coefficients. Type --muon-coefficient-type custom, or drop --dmuon-coefficients."
+        )
+    if compute_dtype == torch.bfloat16 and not chosen.stable_in_bf16:
+        raise ValueError(
+            f"--muon-coefficient-type {name} diverges when computed in bf16. Type "
+            "--dmuon-compute-dtype fp32, or --muon-coefficient-type polar_express."
+        )
+    length = len(triples)
+    if steps <= length:
+        return triples[:steps]
+    if chosen.repeats == "last":
+        return triples + (triples[-1],) * (steps - length)
+    if chosen.repeats == "whole" and steps % length == 0:
+        return triples * (steps // length)
+    raise ValueError(_impossible_steps(chosen, steps, length))
+
+
+def parse_coefficients(text: str) -> Schedule:
+    """Reads the value of ``--dmuon-coefficients``.
+
+    Args:
+        text: Triples separated by semicolons, numbers separated by commas: ``a,b,c;a,b,c``.
+            Blanks around numbers are ignored.
+
+    Returns:
+        The triples in order, at least one.
+
+    Raises:
+        ValueError: Anything but finite numbers in threes.
+    """
+    try:
+        groups = [[float(number) for number in group.split(",")] for group in text.split(";")]
+    except ValueError:
+        raise ValueError(
+            f"--dmuon-coefficients {text!r} is not a list of numbers. {_CUSTOM_FORM}"
+        ) from None
+    return _custom_triples(groups)
+
+
+_CUSTOM_FORM: Final = (
+    "It takes triples a,b,c separated by semicolons, one per step. "
+    "Type for example --dmuon-coefficients '3.4445,-4.7750,2.0315;2,-1.5,0.5'."
+)
+
+
+def _custom_triples(custom: Sequence[Sequence[float]] | None) -> Schedule:
+    """Checks the user's triples and returns them as tuples of floats."""
+    if not custom:
+        raise ValueError(
+            f"--muon-coefficient-type custom needs --dmuon-coefficients, which is empty. "
+            f"{_CUSTOM_FORM}"
+        )
+    triples: list[Triple] = []
+    for position, triple in enumerate(custom, start=1):
+        if len(triple) != 3 or not all(math.isfinite(number) for number in triple):
+            raise ValueError(
+                f"--dmuon-coefficients: entry {position} is {tuple(triple)}, not three finite "
+                f"numbers. {_CUSTOM_FORM}"
+            )
+        a, b, c = triple
+        triples.append((float(a), float(b), float(c)))
+    return tuple(triples)
+
+
+def _impossible_steps(chosen: CoefficientSet, steps: int, length: int) -> str:
+    """Says why the set cannot do so many steps, and what to type instead."""
+    found = f"--muon-num-ns-steps {steps} does not fit --muon-coefficient-type {chosen.name}"
+    if chosen.repeats == "never":
+        return (
+            f"{found}: it has {length} steps, and repeating them reverses the sign of the update. "
+            f"Supported are 1 to {length}; type --muon-num-ns-steps {length}."
+        )
+    nearest = steps // length * length
+    return (
+        f"{found}: it has {length} steps, and an unfinished second pass moves singular values away "
+        f"from 1. Supported are 1 to {length} and multiples of {length}; "
+        f"type --muon-num-ns-steps {nearest}."
+    )

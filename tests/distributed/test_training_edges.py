@@ -1,0 +1,351 @@
+"""What must not go wrong on real megatron-core: skipped steps, empty models, rules, resume."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon.config import MatrixConfig
+from megatron_muon.matrices import Rule
+from tests import tiny_gpt
+from tests.distributed.training import Run, build, make_optimizer, replica_hashes
+from tests.ranks import layout
+
+Ranks = Callable[..., list[Any]]
+
+
+def _gradients(wrapped: Any, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    tiny_gpt.forward_backward(wrapped, tiny_gpt.batch(step, global_batch=16), optimizer)
+
+
+def _state_bytes(optimizer: Any) -> dict[Any, bytes]:
+    """Every tensor of the optimizer: masters and state, by position."""
+    found = {}
+    for number, child in enumerate(optimizer.chained_optimizers):
+        for parameter in child.get_parameters():
+            key = (number, len(found))
+            found[key, "master"] = parameter.detach().numpy().tobytes()
+            for name, value in child.optimizer.state[parameter].items():
+                if isinstance(value, torch.Tensor):
+                    found[key, name] = value.numpy().tobytes()
+    return found
+
+
+def _poisoned_step(rank: int, run: Run, value: float, victim: str, tp_rank: int) -> Any:
+    wrapped, optimizer, _ = build(run)
+    _gradients(wrapped, optimizer, 0)
+    assert optimizer.step()[0]
+    before = (_state_bytes(optimizer), replica_hashes(wrapped))
+    steps_before = [group["step"] for group in optimizer.param_groups]
+    _gradients(wrapped, optimizer, 1)
+    if rank % run.tp == tp_rank:
+        for name, parameter in wrapped.named_parameters():
+            if name.endswith(victim):
+                # On every DP rank, because only the one that owns the element looks at it.
+                parameter.main_grad.view(-1)[7] = value
+    ok, _, _ = optimizer.step()
+    unchanged = before == (_state_bytes(optimizer), replica_hashes(wrapped))
+    unchanged &= steps_before == [group["step"] for group in optimizer.param_groups]
+    _gradients(wrapped, optimizer, 2)
+    again, norm, _ = optimizer.step()
+    return ok, unchanged, again, float(norm)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("victim", ["layers.2.mlp.linear_fc2.weight", "final_layernorm.weight"])
+@pytest.mark.parametrize("tp_rank", [0, 1])
+def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(
+    ranks: Ranks, value: float, victim: str, tp_rank: int
+) -> None:
+    """One element on one rank, also of a layer norm that the global norm counts on TP rank 0."""
+    run = Run(tp=2, dp=2, config=MatrixConfig(exchange_buffer_mb=0.042))
+    for ok, unchanged, again, norm in ranks(4, _poisoned_step, run, value, victim, tp_rank):
+        assert not ok
+        assert unchanged
+        assert again and norm == norm
+
+
+def test_a_loss_scaler_skips_the_step_as_for_adam(ranks: Ranks) -> None:
+    def body(rank: int) -> Any:
+        from megatron.core.optimizer import OptimizerConfig
+
+        import megatron_muon
+
+        layout(tp=2)
+        wrapped = tiny_gpt.wrap_ddp(tiny_gpt.build_gpt(params_dtype=torch.bfloat16))
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=1e-2,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            loss_scale=1024.0,
+            use_distributed_optimizer=True,
+        )
+        optimizer = megatron_muon.get_matrix_optimizer(config, [wrapped])
+        optimizer.zero_grad()
+        tiny_gpt.forward_backward(wrapped, tiny_gpt.batch(0), optimizer)
+        if rank == 3:
+            wrapped.buffers[0].grad_data.fill_(float("inf"))
+        before = _state_bytes(optimizer)
+        return optimizer.step()[0], before == _state_bytes(optimizer)
+
+    assert ranks(4, body) == [(False, True)] * 4
+
+
+def test_frozen_parameters_stay_and_the_rest_trains(ranks: Ranks) -> None:
+    def body(rank: int) -> Any:
+        layout(tp=2)
+        model = tiny_gpt.build_gpt()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("layers.1" in name and "linear_fc" in name)
+        wrapped = tiny_gpt.wrap_ddp(model)
+        optimizer = make_optimizer(Run(), wrapped)
+        first = tiny_gpt.gather_full(wrapped)
+        _gradients(wrapped, optimizer, 0)
+        assert optimizer.step()[0]
+        last = tiny_gpt.gather_full(wrapped)
+        (child,) = optimizer.chained_optimizers
+        return {n for n in first if not torch.equal(first[n], last[n])}, len(child.plan.matrices)
+
+    changed, matrices = ranks(4, body)[0]
+    assert changed == {
+        "decoder.layers.1.mlp.linear_fc1.weight",
+        "decoder.layers.1.mlp.linear_fc2.weight",
+    }
+    assert matrices == 3
+
+
+def test_everything_to_adam_equals_adam(ranks: Ranks) -> None:
+    """A rule sends every matrix to Adam: the run is megatron-core's Adam, bit for bit."""
+
+    def body(rank: int, optimizer: str) -> Any:
+        config = MatrixConfig(rules=(Rule(pattern="*", optimizer="adam"),))
+        run = Run(tp=2, dp=2, optimizer=optimizer, config=config, overlap=True)
+        wrapped, built, _ = build(run)
+        for step in range(3):
+            _gradients(wrapped, built, step)
+            assert built.step()[0]
+        return tiny_gpt.gather_full(wrapped)
+
+    ours, theirs = (ranks(4, body, optimizer)[0] for optimizer in ("dmuon", "adam"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+def test_a_matrix_with_zero_gradient_only_decays(ranks: Ranks) -> None:
+    def body(rank: int) -> Any:
+        wrapped, optimizer, _ = build(Run(tp=2, dp=2))
+        first = tiny_gpt.gather_full(wrapped)
+        _gradients(wrapped, optimizer, 0)
+        for name, parameter in wrapped.named_parameters():
+            if name.endswith("layers.0.self_attention.linear_proj.weight"):
+                parameter.main_grad.zero_()
+        lr = optimizer.param_groups[0]["lr"]
+        assert optimizer.step()[0]
+        return first, tiny_gpt.gather_full(wrapped), lr
+
+    first, last, lr = ranks(4, body)[0]
+    name = "decoder.layers.0.self_attention.linear_proj.weight"
+    assert torch.allclose(last[name], first[name] * (1 - lr * 0.1), rtol=1e-6, atol=0)
+    assert not torch.equal(last[name], first[name])
+
+
+def test_rules_come_before_defaults(ranks: Ranks) -> None:
+    """Learning rate, weight decay, split and route of single parameters, as the rules say."""
+    rules = (
+        Rule(pattern="*.linear_proj.weight", lr_mult=0.0),
+        Rule(pattern="*.linear_fc2.weight", optimizer="adam"),
+        Rule(pattern="decoder.final_layernorm.weight", wd_mult=0.5),
+        Rule(pattern="*.0.self_attention.linear_qkv.weight", split="none"),
+        Rule(pattern="*.linear_fc1.weight", lr_mult=0.5, wd_mult=0.0),
+    )
+
+    def body(rank: int) -> Any:
+        config = MatrixConfig(rules=rules, lr=4e-2, min_lr=4e-3, weight_decay=0.3)
+        _, optimizer, _ = build(Run(tp=2, dp=2, config=config))
+        (child,) = optimizer.chained_optimizers
+        names = {id(main): child.setup.names[p] for p, main in child._main_shards.items()}
+        groups = {
+            names[id(p)]: (g["max_lr"], g["min_lr"], g["weight_decay"], g.get("optimizer"))
+            for g in child.optimizer.param_groups
+            for p in g["params"]
+        }
+        return groups, [m.name for m in child.plan.matrices]
+
+    results = ranks(4, body)
+    groups = {name: value for result in results for name, value in result[0].items()}
+    at = "decoder.layers.1"
+    assert groups[f"{at}.self_attention.linear_proj.weight"] == (0.0, 0.0, 0.3, "dmuon")
+    assert groups[f"{at}.self_attention.linear_qkv.weight"] == (4e-2, 4e-3, 0.3, "dmuon")
+    assert groups[f"{at}.mlp.linear_fc1.weight"] == (2e-2, 2e-3, 0.0, "dmuon")
+    assert groups[f"{at}.mlp.linear_fc2.weight"] == (2e-2, 2e-3, 0.1, None)
+    assert groups["decoder.final_layernorm.weight"] == (2e-2, 2e-3, 0.05, None)
+    assert groups["embedding.word_embeddings.weight"] == (2e-2, 2e-3, 0.1, None)
+    matrices = results[0][1]
+    assert "decoder.layers.0.self_attention.linear_qkv.weight" in matrices
+    assert "decoder.layers.1.self_attention.linear_qkv.weight[q]" in matrices
+
+
+@pytest.mark.parametrize(
+    ("config", "sentences"),
+    [
+        (
+            MatrixConfig(rules=(Rule(pattern="nothing.like.this", lr_mult=1.0),)),
+            ["rule 'nothing.like.this'", "matches no trainable parameter"],
+        ),
+        (
+            MatrixConfig(
+                rules=(Rule(pattern="*layernorm.weight", optimizer="matrix"),),
+                num_ns_steps=0,
+                scale_mode="huge",
+                exchange_buffer_mb=-1.0,
+            ),
+            ["layernorm.weight", "--muon-num-ns-steps", "--muon-scale-mode", "buffer-mb"],
+        ),
+        (MatrixConfig(coefficient_type="septic"), ["--muon-coefficient-type", "septic"]),
+        (MatrixConfig(exchange_buffer_mb=0.001), ["--dmuon-exchange-buffer-mb 1", "linear_fc1"]),
+    ],
+)
+def test_wrong_settings_are_refused_together_on_every_rank(
+    ranks: Ranks, config: MatrixConfig, sentences: list[str]
+) -> None:
+    def body(rank: int) -> str:
+        layout(tp=2)
+        wrapped = tiny_gpt.wrap_ddp(tiny_gpt.build_gpt())
+        with pytest.raises(ValueError) as refused:
+            make_optimizer(Run(config=config), wrapped)
+        return str(refused.value)
+
+    messages = ranks(4, body, timeout=60)
+    assert len(set(messages)) == 1
+    for sentence in sentences:
+        assert sentence in messages[0]
+
+
+def test_wrong_megatron_settings_are_refused_together(ranks: Ranks) -> None:
+    def body(rank: int) -> str:
+        from megatron.core.optimizer import OptimizerConfig
+
+        import megatron_muon
+
+        layout()
+        wrapped = tiny_gpt.wrap_ddp(tiny_gpt.build_gpt(), use_distributed_optimizer=False)
+        with pytest.raises(ValueError) as refused:
+            megatron_muon.get_matrix_optimizer(
+                OptimizerConfig(optimizer="sgd", lr=1e-2, fp16=True), [wrapped]
+            )
+        return str(refused.value)
+
+    (message,) = set(ranks(2, body))
+    for sentence in ("optimizer='adam'", "use_distributed_optimizer=True", "fp16"):
+        assert sentence in message
+
+
+def test_ranks_with_different_plans_do_not_start(ranks: Ranks) -> None:
+    def body(rank: int) -> str:
+        from megatron_muon.exchange import PlanMismatchError
+
+        layout(tp=2)
+        wrapped = tiny_gpt.wrap_ddp(tiny_gpt.build_gpt())
+        config = MatrixConfig(split_qkv=rank != 2)
+        with pytest.raises(PlanMismatchError) as refused:
+            make_optimizer(Run(config=config), wrapped)
+        return str(refused.value)
+
+    messages = ranks(4, body)
+    assert all("ranks [2]" in message for message in messages)
+
+
+@pytest.mark.parametrize(("tp", "dp", "pp"), [(2, 2, 1), (1, 4, 1), (2, 1, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_resumed_run_is_bit_equal(
+    ranks: Ranks, tmp_path: Path, tp: int, dp: int, pp: int, dtype: torch.dtype
+) -> None:
+    """20 steps without interruption, or 10, a torch_dist checkpoint, a new process, 10 more."""
+    run = Run(tp=tp, dp=dp, pp=pp, dtype=dtype, overlap=pp == 1)
+    world = run.world_size
+    straight = ranks(world, _train_between, run, 0, 20, None, None)
+    ranks(world, _train_between, run, 0, 10, None, str(tmp_path))
+    resumed = ranks(world, _train_between, run, 10, 20, str(tmp_path), None)
+    for rank, (expected, found) in enumerate(zip(straight, resumed, strict=True)):
+        assert expected["losses"][10:] == found["losses"]
+        assert expected["weights"] == found["weights"], rank
+        assert expected["state"] == found["state"], rank
+        assert expected["groups"] == found["groups"], rank
+
+
+def _train_between(
+    rank: int, run: Run, start: int, stop: int, load: str | None, save: str | None
+) -> dict[str, Any]:
+    from megatron.core import dist_checkpointing
+
+    metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
+    wrapped, optimizer, schedule = build(dataclasses.replace(run, steps=20))
+
+    def content(is_loading: bool) -> dict[str, Any]:
+        model = wrapped.module.sharded_state_dict(metadata=metadata)
+        return {
+            "model": model,
+            "optimizer": optimizer.sharded_state_dict(
+                model, is_loading=is_loading, metadata=metadata
+            ),
+        }
+
+    if load is not None:
+        # A run that starts from other weights shows that everything comes from the checkpoint.
+        with torch.no_grad():
+            for parameter in wrapped.parameters():
+                parameter.add_(1.0)
+        loaded = dist_checkpointing.load(content(is_loading=True), load)
+        wrapped.module.load_state_dict(loaded["model"], strict=False)
+        optimizer.load_state_dict(loaded["optimizer"])
+        schedule.step(start)
+    losses = []
+    for step in range(start, stop):
+        optimizer.zero_grad()
+        micro_batches = tiny_gpt.batch(step, global_batch=16, micro_batch=2)
+        losses.append(tiny_gpt.forward_backward(wrapped, micro_batches, optimizer))
+        assert optimizer.step()[0]
+        schedule.step(1)
+    tiny_gpt.gather_full(wrapped)
+    if save is not None:
+        dist_checkpointing.save(content(is_loading=False), save)
+    return {
+        "losses": losses,
+        "weights": replica_hashes(wrapped),
+        "state": _state_bytes(optimizer),
+        "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+    }
+
+
+def test_other_sharding_types_are_refused_by_name(ranks: Ranks) -> None:
+    def body(rank: int) -> str:
+        wrapped, optimizer, _ = build(Run())
+        with pytest.raises(ValueError) as refused:
+            optimizer.sharded_state_dict(
+                wrapped.module.sharded_state_dict(),
+                metadata={"distrib_optim_sharding_type": "fully_reshardable"},
+            )
+        return str(refused.value)
+
+    (message,) = ranks(1, body)
+    assert "fully_reshardable" in message and "--ckpt-format torch_dist" in message
+
+
+def test_scheduler_is_used(ranks: Ranks) -> None:
+    """Warm-up reaches the matrix groups as well as Adam's."""
+
+    def body(rank: int) -> Any:
+        _, optimizer, schedule = build(Run(config=MatrixConfig(lr=4e-2)))
+        schedule.step(1)
+        return {(g.get("optimizer"), round(g["lr"], 6)) for g in optimizer.param_groups}
+
+    (groups,) = ranks(1, body)
+    assert groups == {("dmuon", 0.0115), (None, 0.0065)}

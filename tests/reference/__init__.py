@@ -1,0 +1,1 @@
+"""One-process float64 references, written from the formulas; they import nothing of the package."""
