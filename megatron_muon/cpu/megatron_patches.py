@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import logging
 from typing import Any
 
@@ -31,6 +32,10 @@ def _mark_norms_under_sequence_parallel() -> None:
 
 def _use_the_compiled_dataset_helpers() -> None:
     from megatron.core.datasets import utils
+
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
+        # A checkout, not the wheel: Megatron's own function compiles the extension.
+        return
 
     def compile_helpers() -> None:
         """Nothing to do: the wheel contains the compiled extension."""

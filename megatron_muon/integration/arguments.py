@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from megatron_muon.config import MatrixConfig
@@ -99,17 +100,37 @@ def matrix_config_from_args(args: Any) -> MatrixConfig | None:
     optimizer = getattr(args, "matrix_optimizer", None)
     if optimizer is None:
         return None
-    coefficients = None
-    if args.dmuon_coefficients is not None:
-        coefficients = parse_coefficients(args.dmuon_coefficients)
-    return MatrixConfig(
+    settings, problems = _read_settings(args, optimizer)
+    if problems:
+        raise ConfigurationError(problems)
+    return settings
+
+
+def _read_settings(args: Any, optimizer: str) -> tuple[MatrixConfig, list[str]]:
+    """Settings from the flags, and what could not be read of them."""
+    problems: list[str] = []
+
+    def attempt[T](parse: Callable[[str], T], text: str | None, otherwise: T) -> T:
+        if text is None:
+            return otherwise
+        try:
+            return parse(text)
+        except ValueError as error:
+            problems.append(str(error))
+            return otherwise
+
+    nothing: tuple[Rule, ...] = ()
+    rules = attempt(load_rules, args.matrix_rules, nothing)
+    for text in args.matrix_rule:
+        rules += attempt(lambda rule: (parse_rule(rule),), text, nothing)
+    settings = MatrixConfig(
         optimizer=optimizer,
         momentum=args.muon_momentum,
         nesterov=args.muon_nesterov,
         scale_mode=args.muon_scale_mode,
         extra_scale_factor=args.muon_extra_scale_factor,
         coefficient_type=args.muon_coefficient_type,
-        coefficients=coefficients,
+        coefficients=attempt(parse_coefficients, args.dmuon_coefficients, None),
         num_ns_steps=args.muon_num_ns_steps,
         split_qkv=args.muon_split_qkv,
         split_gate_up=args.dmuon_split_gate_up,
@@ -118,13 +139,9 @@ def matrix_config_from_args(args: Any) -> MatrixConfig | None:
         lr=args.matrix_lr,
         min_lr=args.matrix_min_lr,
         weight_decay=args.matrix_weight_decay,
-        rules=_rules(args),
+        rules=rules,
     )
-
-
-def _rules(args: Any) -> tuple[Rule, ...]:
-    from_file = load_rules(args.matrix_rules) if args.matrix_rules else ()
-    return (*from_file, *(parse_rule(text) for text in args.matrix_rule))
+    return settings, problems
 
 
 def translate_arguments(args: Any) -> None:
@@ -144,14 +161,10 @@ def translate_arguments(args: Any) -> None:
     data_parallel_size = _data_parallel_size(args)
     problems = flag_problems(args, data_parallel_size=data_parallel_size)
     args.matrix_optimizer = args.optimizer
-    try:
-        settings = matrix_config_from_args(args)
-    except ValueError as error:
-        problems.append(str(error))
-    else:
-        assert settings is not None
-        problems += setting_problems(settings)
-        problems += learning_rate_problems(settings, lr=args.lr, min_lr=args.min_lr)
+    settings, unreadable = _read_settings(args, args.optimizer)
+    problems += unreadable
+    problems += setting_problems(settings)
+    problems += learning_rate_problems(settings, lr=args.lr, min_lr=args.min_lr)
     if problems:
         raise ConfigurationError(problems)
     if not args.use_distributed_optimizer:

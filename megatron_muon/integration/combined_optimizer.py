@@ -78,7 +78,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self.scalar.param_groups = [g for g in self.param_groups if MATRIX_GROUP_KEY not in g]
 
     def _set_scalar_steps(self) -> None:
-        """Put the count where Adam looks: torch's counts in a tensor per parameter; Apex's and TE's in the group."""
+        """Put the count where Adam looks: torch's in each state, Apex's and TE's in the group."""
         uses_tensors = isinstance(self.scalar, torch.optim.Adam)
         for group in self.param_groups:
             for parameter in group["params"]:

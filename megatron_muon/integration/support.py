@@ -206,8 +206,10 @@ def learning_rate_problems(
     if highest is None or lowest is None or lowest <= highest:
         return []
     return [
-        f"the learning rate of matrices would start at {highest:g} and end at {lowest:g}: set "
-        "--matrix-min-lr (or --min-lr) at or below --matrix-lr (or --lr)"
+        (
+            f"the learning rate of matrices has its maximum at {highest:g} and its minimum at "
+            f"{lowest:g}: set --matrix-min-lr (or --min-lr) at or below --matrix-lr (or --lr)"
+        )
     ]
 
 

@@ -1,4 +1,4 @@
-"""Update rules over flat ranges and assembled matrices; the formulas, readable beside the papers."""
+"""Update rules over flat ranges and assembled matrices: the formulas."""
 
 from megatron_muon.optim.muon import MatrixRange, MuonRule, muon_step
 

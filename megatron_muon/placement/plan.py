@@ -70,7 +70,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the plan's inputs and choices; equal on all ranks or the job must not start."""
+        """SHA-256 of inputs and choices; equal on all ranks or the job must not start."""
         # The runs follow from parameters, matrices and group, and are by far the longest part.
         decided = {
             field.name: getattr(self, field.name)

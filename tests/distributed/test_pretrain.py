@@ -1,0 +1,99 @@
+"""``--optimizer dmuon`` through ``megatron.training.pretrain``: hooks, flags, save and resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.distributed.pretraining import pretrain
+
+Ranks = Callable[..., list[Any]]
+
+DMUON = ("--optimizer", "dmuon", "--muon-scale-mode", "match_rms_adamw")
+
+
+def pretrain_with_hooks(rank: int, *args: Any) -> tuple[list[float], dict[str, Any]]:
+    """Losses, and what Megatron's arguments and optimizer became."""
+    import megatron_muon
+
+    megatron_muon.install()
+    from megatron.training import training
+
+    built = []
+    original = training.get_megatron_optimizer
+
+    def remembers(*positional: Any, **named: Any) -> Any:
+        built.append(original(*positional, **named))
+        return built[-1]
+
+    training.get_megatron_optimizer = remembers
+    losses = pretrain(rank, *args)
+    from megatron.training import get_args
+
+    arguments = get_args()
+    (optimizer,) = built
+    return losses, {
+        "class": type(optimizer).__name__,
+        "optimizer": arguments.optimizer,
+        "matrix_optimizer": arguments.matrix_optimizer,
+        "distributed": arguments.use_distributed_optimizer,
+        "steps": sorted({group["step"] for group in optimizer.param_groups}),
+    }
+
+
+def test_resume_is_bit_equal(ranks: Ranks, tmp_path: Path) -> None:
+    """Six iterations at once, or three, a checkpoint, new processes, three more."""
+    folders = [tmp_path / name for name in ("straight", "stopped", "resumed")]
+    straight, stopped, resumed = folders
+
+    def run(load: Path, save: Path, iterations: int) -> list[Any]:
+        return ranks(
+            4, pretrain_with_hooks, load, save, 2, 1, iterations, DMUON, init_process_group=False
+        )
+
+    whole = run(straight, straight, 6)
+    first = run(stopped, stopped, 3)
+    second = run(stopped, resumed, 6)
+    for (expected, facts), (before, _), (after, later) in zip(whole, first, second, strict=True):
+        assert before + after == expected
+        assert facts == {
+            "class": "MatrixChainedOptimizer",
+            "optimizer": "adam",
+            "matrix_optimizer": "dmuon",
+            "distributed": True,
+            "steps": [6],
+        }
+        assert later["steps"] == [6]
+    assert whole[0][0][-1] < whole[0][0][0]
+
+
+def test_checkpoint_holds_one_state_per_matrix_and_two_per_scalar(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks(2, pretrain_with_hooks, tmp_path, tmp_path, 2, 1, 1, DMUON, init_process_group=False)
+    from torch.distributed.checkpoint import FileSystemReader
+
+    (folder,) = [entry for entry in tmp_path.iterdir() if entry.is_dir()]
+    keys = set(FileSystemReader(str(folder)).read_metadata().state_dict_metadata)
+    states: dict[str, set[str]] = {}
+    for key in keys:
+        if key.startswith("optimizer.distributed.dp_group_idx_0.") and ".weight." in key:
+            name, _, state = key.removeprefix("optimizer.distributed.dp_group_idx_0.").rpartition(
+                "."
+            )
+            states.setdefault(name, set()).add(state)
+    assert states["decoder.layers.1.mlp.linear_fc1.weight"] == {"param", "momentum_buffer"}
+    assert states["output_layer.weight"] == {"param", "exp_avg", "exp_avg_sq"}
+    assert sum("momentum_buffer" in found for found in states.values()) == 2 * 4
+    assert json.loads((folder / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+
+
+def test_adam_is_untouched(ranks: Ranks, tmp_path: Path) -> None:
+    flags = ("--optimizer", "adam")
+    ((_, facts),) = ranks(
+        1, pretrain_with_hooks, tmp_path, tmp_path, 1, 1, 1, flags, init_process_group=False
+    )
+    assert facts["class"] == "ChainedOptimizer"
+    assert facts["matrix_optimizer"] is None

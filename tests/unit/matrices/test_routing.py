@@ -1,0 +1,92 @@
+"""Which optimizer a parameter goes to: every kind of parameter, and the user's rule first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_muon.matrices import ParameterFacts, Route, Rule, default_route, route
+
+
+def _facts(**changed: Any) -> ParameterFacts:
+    """The weight of a linear layer, but for what is changed."""
+    facts: dict[str, Any] = {
+        "name": "decoder.layers.0.mlp.linear_fc1.weight",
+        "ndim": 2,
+        "is_linear_weight": True,
+        "is_embedding_or_output": False,
+        "is_router": False,
+        "is_tied": False,
+    }
+    return ParameterFacts(**(facts | changed))
+
+
+KINDS = {
+    "linear weight": (_facts(), "matrix"),
+    "word embedding": (_facts(is_linear_weight=False, is_embedding_or_output=True), "adam"),
+    "output layer": (_facts(is_embedding_or_output=True), "adam"),
+    "tied output layer": (_facts(is_embedding_or_output=True, is_tied=True), "adam"),
+    "tied linear weight": (_facts(is_tied=True), "adam"),
+    "router": (_facts(is_linear_weight=False, is_router=True), "adam"),
+    "router that is a linear layer": (_facts(is_router=True), "adam"),
+    "norm or bias": (_facts(ndim=1, is_linear_weight=False), "adam"),
+    "1-D weight of a linear layer": (_facts(ndim=1), "adam"),
+    "scalar": (_facts(ndim=0, is_linear_weight=False), "adam"),
+    "convolution": (_facts(ndim=3, is_linear_weight=False), "adam"),
+    "grouped experts in one tensor": (_facts(ndim=3), "adam"),
+    "2-D, not of a linear layer": (_facts(is_linear_weight=False), "adam"),
+}
+EVERY_KIND = pytest.mark.parametrize(("facts", "optimizer"), KINDS.values(), ids=KINDS)
+
+
+@EVERY_KIND
+def test_only_2d_weights_of_linear_layers_are_matrices(
+    facts: ParameterFacts, optimizer: str
+) -> None:
+    assert default_route(facts).optimizer == optimizer
+
+
+@EVERY_KIND
+def test_a_rule_without_an_optimizer_leaves_the_default(
+    facts: ParameterFacts, optimizer: str
+) -> None:
+    rule = Rule(pattern=facts.name, lr_mult=0.5, split="none")
+    assert route(facts, rule) == default_route(facts)
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (_facts(), "linear weight"),
+        (_facts(is_embedding_or_output=True, is_tied=True), "embedding or output layer"),
+        (_facts(is_tied=True), "tied weight"),
+        (_facts(is_router=True), "router"),
+        (_facts(ndim=1), "norm or bias"),
+        (_facts(ndim=3), "3-D"),
+        (_facts(is_linear_weight=False), "not the weight of a linear layer"),
+    ],
+)
+def test_the_reason_says_what_the_parameter_is(facts: ParameterFacts, reason: str) -> None:
+    assert default_route(facts).reason == reason
+
+
+@EVERY_KIND
+def test_a_rule_sends_anything_to_adam(facts: ParameterFacts, optimizer: str) -> None:
+    chosen = route(facts, Rule(pattern="*", optimizer="adam"))
+    assert chosen == Route(optimizer="adam", reason="rule")
+
+
+@EVERY_KIND
+def test_a_rule_sends_anything_2d_to_the_matrix_optimizer(
+    facts: ParameterFacts, optimizer: str
+) -> None:
+    rule = Rule(pattern="*", optimizer="matrix")
+    if facts.ndim == 2:
+        assert route(facts, rule) == Route(optimizer="matrix", reason="rule")
+        return
+    with pytest.raises(ValueError) as error:
+        route(facts, rule)
+    assert facts.name in str(error.value)
+    assert f"{facts.ndim} dimensions" in str(error.value)
+    assert "narrow the rule's pattern" in str(error.value)
