@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import io
 import json
+import logging
 import os
 import platform
 import statistics
@@ -50,6 +51,9 @@ HIDDEN, HEADS, GROUPS, FFN = 512, 16, 4, 2048
 VOCAB, SEQUENCE, SEQUENCES = 512, 128, 8
 LR, WEIGHT_DECAY, MOMENTUM, STEPS, SCALE_MODE = 1e-2, 0.1, 0.9, 5, "spectral"
 
+# On a slow or busy machine there are fewer rounds, so that the whole run ends within minutes.
+ROUNDS, MIN_ROUNDS, BUDGET_S = 7, 3, 110.0
+
 LAYER = "decoder.layers.0."
 CHECKED = tuple(
     LAYER + name
@@ -68,7 +72,9 @@ class Layout:
 
     name: str
     tp: int
-    budget_s: float
+
+
+LAYOUTS = (Layout(name="TP4", tp=4), Layout(name="TP2 × DP2", tp=2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,10 +250,13 @@ class SentBytes:
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[SentBytes]:
-        names = [n for n in (*self.COUNTED, *self.REFUSED) if hasattr(dist.ProcessGroup, n)]
-        originals = {name: getattr(dist.ProcessGroup, name) for name in names}
-        for name, original in originals.items():
-            setattr(dist.ProcessGroup, name, self._wrapped(name, original))
+        methods = vars(dist.ProcessGroup)
+        names = [name for name in (*self.COUNTED, *self.REFUSED) if name in methods]
+        # As they lie in the class: what getattr gives would no longer bind to an instance.
+        originals = {name: methods[name] for name in names}
+        for name in names:
+            wrapped = self._wrapped(name, getattr(dist.ProcessGroup, name))
+            setattr(dist.ProcessGroup, name, wrapped)
         try:
             yield self
         finally:
@@ -298,7 +307,7 @@ class Contender:
 
     def __init__(self, variant: Variant, layers: int, grads: dict[str, torch.Tensor]) -> None:
         self.variant = variant
-        # Megatron warns of what the CPU has not, and dmuon prints its routing table.
+        # dmuon prints its routing table.
         with contextlib.redirect_stdout(io.StringIO()):
             self.model, self.optimizer = variant.build(build_model(layers))
         self.grads = grads
@@ -390,6 +399,7 @@ def measure(rank: int, spread: Layout, layers: int, rounds: int) -> dict[str, Me
 
     The errors of an optimizer are known to the rank that computes its reference, 0 or 1.
     """
+    started = time.monotonic()
     warnings.simplefilter("ignore")
     layout(tp=spread.tp)
 
@@ -427,16 +437,17 @@ def measure(rank: int, spread: Layout, layers: int, rounds: int) -> dict[str, Me
                 for n, r in reference.items()
             )
 
-    started = time.monotonic()
+    rounds_started = time.monotonic()
     for number in range(1, rounds + 1):
         for contender in contenders:
             results[contender.variant.key].seconds.append(contender.step())
         took = "  ".join(f"{key} {result.seconds[-1]:.2f}" for key, result in results.items())
         say(f"round {number}: {took} (s)")
-        elapsed = torch.tensor(time.monotonic() - started)
-        dist.all_reduce(elapsed, dist.ReduceOp.MAX)
-        # Another round would take as long as those before.
-        if number >= 3 and float(elapsed) * (number + 1) / number > spread.budget_s:
+        now = time.monotonic()
+        # When another round, as long as those before, would end.
+        ending = torch.tensor(now - started + (now - rounds_started) / number)
+        dist.all_reduce(ending, dist.ReduceOp.MAX)
+        if number >= MIN_ROUNDS and float(ending) > BUDGET_S:
             break
     return results
 
@@ -473,13 +484,17 @@ def markdown(
     about: dict[str, Any], layers: int, tables: dict[str, dict[str, Measurement]], total_s: float
 ) -> str:
     lines = [
-        f"Optimizer step on {RANKS} gloo ranks, one thread each, fp32: {layers} Llama-shaped "
-        f"layer{'s' if layers > 1 else ''}, h = {HIDDEN}, FFN {FFN} (gated), {HEADS} heads, "
-        f"{GROUPS} query groups, {STEPS} Newton-Schulz steps.",
+        (
+            f"Optimizer step on {RANKS} gloo ranks, one thread each, fp32: {layers} Llama-shaped "
+            f"layer{'s' if layers > 1 else ''}, h = {HIDDEN}, FFN {FFN} (gated), {HEADS} heads, "
+            f"{GROUPS} query groups, {STEPS} Newton-Schulz steps."
+        ),
         "",
-        f"{about['cpu']}, {about['cores']} cores (load {about['load_at_start']} at the start); "
-        f"torch {about['torch']}, megatron-core {about['megatron-core']}, emerging-optimizers "
-        f"{about['emerging-optimizers']}.",
+        (
+            f"{about['cpu']}, {about['cores']} cores (load {about['load_at_start']} at the start); "
+            f"torch {about['torch']}, megatron-core {about['megatron-core']}, emerging-optimizers "
+            f"{about['emerging-optimizers']}."
+        ),
     ]
     for name, results in tables.items():
         adamw, dmuon = results["adamw"].median, results["dmuon"].median
@@ -487,8 +502,10 @@ def markdown(
             "",
             f"**{name}**, median of {len(results['adamw'].seconds)} rounds (min–max)",
             "",
-            "| optimizer | step, s | × AdamW | × dmuon | GFLOP per rank, max (mean) "
-            "| MB sent per rank, max | first update off by |",
+            (
+                "| optimizer | step, s | × AdamW | × dmuon | GFLOP per rank, max (mean) "
+                "| MB sent per rank, max | first update off by |"
+            ),
             "|---|---|---|---|---|---|---|",
         ]
         for result in results.values():
@@ -501,18 +518,22 @@ def markdown(
             )
     lines += [
         "",
-        "Time is that of `optimizer.step()`, the slowest rank of each step: clipping, update, and "
-        "the gather of parameters; the reduction of gradients is not in it. FLOPs are those of "
-        "matrix products, and bytes those that leave a rank inside the step, both counted while "
-        "running. The last column is the relative error (Frobenius) of a first update of layer 0, "
-        "the worst of its four weights, against one float64 process that has whole matrices; for "
-        "optimizers that take gate and up as one matrix, so does that process. megatron-core's "
-        "muon always does; the third row is dmuon with the same definition.",
+        (
+            "Time is that of `optimizer.step()`, the slowest rank of each step: clipping, update, "
+            "and the gather of parameters; the reduction of gradients is not in it. FLOPs are "
+            "those of matrix products, bytes those that leave a rank inside the step; both are "
+            "counted while running. The last column is the relative error (Frobenius) of the first "
+            "update of layer 0, the worst of its four weights, against one float64 process that "
+            "has whole matrices. megatron-core's muon takes gate and up as one matrix, and so does "
+            "the process that it is compared with; the third row is dmuon with that definition."
+        ),
         "",
-        "megatron-core's muon is built as by `--optimizer muon --use-distributed-optimizer`: "
-        "layer-wise over data parallel, here with fp32 parameters and "
-        '`muon_fp32_matmul_prec="highest"`, so that no product is rounded to bf16. '
-        f"The run took {total_s:.0f} s.",
+        (
+            "megatron-core's muon is built as by `--optimizer muon --use-distributed-optimizer`: "
+            "layer-wise over data parallel, here with fp32 parameters and "
+            '`muon_fp32_matmul_prec="highest"`, so that no product is rounded to bf16. '
+            f"The run took {total_s:.0f} s."
+        ),
         "",
     ]
     return "\n".join(lines)
@@ -580,10 +601,10 @@ def as_json(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="one layer, two rounds")
-    parser.add_argument("--rounds", type=int, help="timed rounds at most, 7 by default")
+    parser.add_argument("--rounds", type=int, help=f"timed rounds at most, {ROUNDS} by default")
     arguments = parser.parse_args()
     layers = 1 if arguments.quick else 4
-    rounds = arguments.rounds or (2 if arguments.quick else 7)
+    rounds = arguments.rounds or (2 if arguments.quick else ROUNDS)
     started = time.monotonic()
     about = machine()
     print(f"{about['cpu']}, {about['cores']} cores, load {about['load_at_start']}", flush=True)
@@ -592,19 +613,16 @@ def main() -> None:
     torch.set_num_threads(1)
     from megatron_muon import cpu
 
-    cpu.enable()
+    # Of Transformer Engine and Apex, which a CPU has not, and of models and layouts that are fine.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        cpu.enable()
         import megatron.training.training  # noqa: F401
 
-    # Times differ between layouts by what the ranks compute, and the whole run must end in time.
-    layouts = (
-        Layout(name="TP4", tp=4, budget_s=85.0),
-        Layout(name="TP2 × DP2", tp=2, budget_s=85.0),
-    )
     tables = {
         spread.name: merged(run_ranks(RANKS, measure, spread, layers, rounds, timeout=900))
-        for spread in layouts
+        for spread in LAYOUTS
     }
 
     OUTPUT.mkdir(exist_ok=True)

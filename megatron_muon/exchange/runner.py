@@ -112,6 +112,7 @@ class Exchange:
         for k, program in enumerate(programs):
             following = self._depart(programs[k + 1], pack) if k + 1 < len(programs) else None
             batches = self._assemble(program, outgoing)
+            del outgoing  # Its buffers are free from here on.
             updates = [compute(batch) for batch in batches]
             self.counters.matrices += sum(batch.shape[0] for batch in batches)
             back = self._send_back(program, updates)

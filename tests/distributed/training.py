@@ -16,6 +16,7 @@ LAYERS, HIDDEN, HEADS, GROUPS, FFN = 4, 32, 8, 4, 48
 HEAD_DIM = HIDDEN // HEADS
 LR, MIN_LR, WEIGHT_DECAY = 2e-2, 2e-3, 0.1
 WARMUP = 4
+GLOBAL_BATCH = 16
 BETAS, EPS = (0.9, 0.95), 1e-8
 
 
@@ -135,7 +136,10 @@ def train(rank: int, run: Run) -> dict[str, Any]:
     record["hashes"] = []
     for step in range(run.steps):
         optimizer.zero_grad()
-        micro_batches = tiny_gpt.batch(step, global_batch=16, micro_batch=2)
+        # Two micro-batches at every layout: enough for accumulation, and TP collectives are slow.
+        micro_batches = tiny_gpt.batch(
+            step, global_batch=GLOBAL_BATCH, micro_batch=GLOBAL_BATCH // run.dp // 2
+        )
         record["losses"].append(tiny_gpt.forward_backward(wrapped, micro_batches, optimizer))
         gradients = tiny_gpt.gather_full(wrapped, "main_grad") if keeps_every else None
         record["lrs"].append(optimizer.param_groups[0]["lr"])

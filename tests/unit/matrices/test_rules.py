@@ -37,8 +37,8 @@ def test_a_rule_is_read(text: str, rule: Rule) -> None:
     ("text", "sentence"),
     [
         ("", "a rule needs a pattern and at least one of optimizer, split, lr_mult, wd_mult"),
-        ("*", "type for example --matrix-rule '*.linear_proj.weight:optimizer=adam'"),
-        ("*:", "a rule needs a pattern"),
+        ("*:", "type for example --matrix-rule '*.linear_proj.weight:optimizer=adam'"),
+        ("*", "'*' is not key=value"),
         (":lr_mult=1", "a rule needs a pattern"),
         ("optimizer=adam", "a rule needs a pattern"),
         ("*:adam", "'adam' is not key=value"),

@@ -1,0 +1,136 @@
+"""Random pipeline stages, and what each rank of them stores, element by element.
+
+Every element of every whole parameter has a number of its own. ``stored`` cuts them by Megatron's
+conventions (``tests.distributed.prescribed``), so that a plan can be checked by looking where the
+numbers go.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_muon.matrices import LogicalMatrix, RowPacking, ShardedParameter, logical_matrices
+from megatron_muon.placement import ExchangeGroup, Plan, make_plan
+from tests.distributed.prescribed import Whole, shard, sharded_parameters
+
+UNBOUNDED = 1 << 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """The parameters of one pipeline stage at one layout."""
+
+    entries: tuple[Whole, ...]
+    group: ExchangeGroup
+    parameters: tuple[ShardedParameter, ...]
+    split: bool
+
+    @property
+    def matrices(self) -> tuple[LogicalMatrix, ...]:
+        """All logical matrices."""
+        return tuple(m for p in self.parameters for m in logical_matrices(p, split=self.split))
+
+    def plan(self, *, buffer_bytes: int = UNBOUNDED, itemsize: int = 4) -> Plan:
+        """The plan, with mn·min(m, n) as cost."""
+        return make_plan(
+            group=self.group,
+            parameters=self.parameters,
+            matrices=self.matrices,
+            cost=cost,
+            itemsize=itemsize,
+            buffer_bytes=buffer_bytes,
+        )
+
+
+def cost(m: int, n: int) -> int:
+    """FLOPs but for a constant."""
+    return m * n * min(m, n)
+
+
+def random_stage(seed: int, *, tp: int, dp: int, parameters: int = 7, split: bool = True) -> Stage:
+    """Parameters of every kind and many shapes, in buckets of a few parameters each."""
+    rng = random.Random(seed)
+    entries = tuple(_random_entry(rng, number) for number in range(parameters))
+    return stage_of(entries, tp=tp, dp=dp, bucket=rng.choice([1, 300, 2000, 10**6]), split=split)
+
+
+def stage_of(
+    entries: Sequence[Whole], *, tp: int, dp: int, bucket: int = 1000, split: bool = True
+) -> Stage:
+    """The given parameters at one layout."""
+    return Stage(
+        entries=tuple(entries),
+        group=ExchangeGroup(tp=tp, dp=dp),
+        parameters=tuple(sharded_parameters(list(entries), tp=tp, dp=dp, bucket=bucket)),
+        split=split,
+    )
+
+
+def _random_entry(rng: random.Random, number: int) -> Whole:
+    cols = 8 * rng.randint(1, 3)
+    rows = 8 * rng.randint(1, 4)
+    at = f"layers.{number}"
+    kind = rng.choice(("rows", "columns", "replicated", "gated", "qkv"))
+    if kind == "rows":
+        return Whole(name=f"{at}.rows", shape=(rows, rng.choice((cols, 5))), tp_dim=0)
+    if kind == "columns":
+        return Whole(name=f"{at}.columns", shape=(rng.choice((rows, 7)), cols), tp_dim=1)
+    if kind == "replicated":
+        return Whole(name=f"{at}.replicated", shape=(rng.randint(1, 9), cols), tp_dim=None)
+    if kind == "gated":
+        return Whole(
+            name=f"{at}.gated", shape=(2 * rows, cols), tp_dim=0, packing=RowPacking.GATE_UP
+        )
+    heads, head_dim = rng.randint(1, 3), rng.choice((4, 8))
+    groups = rng.choice((1, 2, 4)) * 8 // head_dim
+    return Whole(
+        name=f"{at}.qkv",
+        shape=(groups * (heads + 2) * head_dim, cols),
+        tp_dim=0,
+        packing=RowPacking.QKV,
+        part_rows=(("q", heads * head_dim), ("k", head_dim), ("v", head_dim)),
+    )
+
+
+def numbered(entries: Sequence[Whole]) -> dict[str, torch.Tensor]:
+    """Whole parameters whose elements are 0, 1, 2, … through all of them."""
+    wholes, first = {}, 0
+    for entry in sorted(entries, key=lambda e: e.name):
+        rows, cols = entry.shape
+        wholes[entry.name] = torch.arange(first, first + rows * cols).view(rows, cols)
+        first += rows * cols
+    return wholes
+
+
+def whole_matrices(stage: Stage, wholes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Every logical matrix by name, from whole parameters."""
+    found = {}
+    for entry in stage.entries:
+        whole = wholes[entry.name]
+        if stage.split and entry.packing is RowPacking.GATE_UP:
+            for part, half in zip(("gate", "up"), whole.chunk(2), strict=True):
+                found[f"{entry.name}[{part}]"] = half
+        elif stage.split and entry.packing is RowPacking.QKV:
+            per_group = sum(rows for _, rows in entry.part_rows)
+            pieces = whole.view(-1, per_group, entry.shape[1]).split(
+                [rows for _, rows in entry.part_rows], dim=1
+            )
+            for (part, _), piece in zip(entry.part_rows, pieces, strict=True):
+                found[f"{entry.name}[{part}]"] = piece.reshape(-1, entry.shape[1])
+        else:
+            found[entry.name] = whole
+    return found
+
+
+def stored(stage: Stage, wholes: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """This rank's flat range of every parameter, empty where it owns nothing."""
+    dp_rank, tp_rank = divmod(rank, stage.group.tp)
+    ranges = {p.name: p.ranges[dp_rank] for p in stage.parameters}
+    return {
+        e.name: shard(e, wholes[e.name], stage.group.tp, tp_rank)[slice(*ranges[e.name])].clone()
+        for e in stage.entries
+    }

@@ -1,0 +1,227 @@
+"""Programs of all ranks, simulated together: numbered elements are sent, delivered and patched."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from megatron_muon.matrices import Block
+from megatron_muon.placement import Plan, Segment, rectangles
+from megatron_muon.placement.program import Message, Patch, Piece, WaveProgram, compile_wave
+from megatron_muon.placement.waves import cut_by_owner
+from tests.distributed.prescribed import Whole
+from tests.unit.placement.stages import (
+    Stage,
+    numbered,
+    random_stage,
+    stage_of,
+    stored,
+    whole_matrices,
+)
+
+LAYOUTS = [(1, 1), (2, 1), (1, 3), (2, 2), (4, 1), (2, 3), (8, 1), (1, 7)]
+EVERY_LAYOUT = pytest.mark.parametrize(("tp", "dp"), LAYOUTS)
+
+
+def _stage(tp: int, dp: int, split: bool = True) -> Stage:
+    return random_stage(10 * tp + dp, tp=tp, dp=dp, parameters=7 + tp * dp, split=split)
+
+
+def _waved(stage: Stage) -> Plan:
+    """A plan of as many waves as can be: one matrix per owner and wave."""
+    plan = stage.plan()
+    numels = [m.numel for m in plan.matrices]
+    waves = cut_by_owner(owners=plan.owners, numels=numels, cap=1)
+    assert len(waves) > 1
+    return dataclasses.replace(plan, waves=waves)
+
+
+def _programs(plan: Plan, wave: Sequence[int]) -> list[WaveProgram]:
+    return [compile_wave(plan, wave, rank) for rank in range(plan.group.size)]
+
+
+def _delivered(messages: list[Message], sent: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What an all-to-all-v delivers: one part for every rank, in the order of the senders."""
+    parts = [buffer.split(m.sent_counts) for m, buffer in zip(messages, sent, strict=True)]
+    return [torch.cat([part[rank] for part in parts]) for rank in range(len(messages))]
+
+
+def _tiles(spans: Sequence[tuple[int, int]], length: int) -> bool:
+    """Whether spans (start, numel) cover 0 … length exactly once."""
+    covered = [element for start, numel in spans for element in range(start, start + numel)]
+    return sorted(covered) == list(range(length))
+
+
+@EVERY_LAYOUT
+def test_both_ends_of_every_message_agree_on_counts(tp: int, dp: int) -> None:
+    plan = _waved(_stage(tp, dp))
+    for wave in plan.waves:
+        programs = _programs(plan, wave)
+        for direction in ("out", "back"):
+            messages = [getattr(program, direction) for program in programs]
+            for a, sender in enumerate(messages):
+                for b, receiver in enumerate(messages):
+                    assert sender.sent_counts[b] == receiver.received_counts[a]
+
+
+@EVERY_LAYOUT
+def test_pieces_and_patches_fill_their_buffers(tp: int, dp: int) -> None:
+    plan = _waved(_stage(tp, dp))
+    for wave in plan.waves:
+        for program in _programs(plan, wave):
+            for pieces, counts in (
+                (program.packed, program.out.sent_counts),
+                (program.applied, program.back.received_counts),
+            ):
+                assert _tiles([(p.offset, p.numel) for p in pieces], sum(counts))
+            for patches, counts in (
+                (program.assembled, program.out.received_counts),
+                (program.returned, program.back.sent_counts),
+            ):
+                assert _tiles([(p.offset, p.rows * p.cols) for p in patches], sum(counts))
+
+
+def _patch(target: torch.Tensor, patch: Patch) -> torch.Tensor:
+    return target[patch.row : patch.row + patch.rows, patch.col : patch.col + patch.cols]
+
+
+def _packed(pieces: Sequence[Piece], plan: Plan, own: dict[str, torch.Tensor]) -> torch.Tensor:
+    buffer = torch.full((sum(p.numel for p in pieces),), -1)
+    for piece in pieces:
+        values = own[plan.parameters[piece.parameter].name][piece.start :][: piece.numel]
+        buffer[piece.offset : piece.offset + piece.numel] = values
+    return buffer
+
+
+@EVERY_LAYOUT
+@pytest.mark.parametrize("split", [True, False])
+def test_owners_assemble_the_matrix_and_every_holder_gets_its_elements_back(
+    tp: int, dp: int, split: bool
+) -> None:
+    """Out go the numbers; back come their negatives, to be written where the numbers were."""
+    stage = _stage(tp, dp, split)
+    plan = _waved(stage)
+    wholes = numbered(stage.entries)
+    expected = whole_matrices(stage, wholes)
+    own = [stored(stage, wholes, rank) for rank in range(stage.group.size)]
+    applied = [{name: torch.zeros_like(part) for name, part in parts.items()} for parts in own]
+    computed: list[int] = []
+    for wave in plan.waves:
+        programs = _programs(plan, wave)
+        out = [_packed(program.packed, plan, own[r]) for r, program in enumerate(programs)]
+        back = []
+        for program, received in zip(
+            programs, _delivered([p.out for p in programs], out), strict=True
+        ):
+            batches = [torch.full((len(b.matrices), *b.shape), -1) for b in program.batches]
+            for patch in program.assembled:
+                target = _patch(batches[patch.batch][patch.position], patch)
+                assert (target == -1).all()
+                target.copy_(received[patch.offset :][: patch.rows * patch.cols].view_as(target))
+            for batch, assembled in zip(program.batches, batches, strict=True):
+                computed += batch.matrices
+                for index, matrix in zip(batch.matrices, assembled, strict=True):
+                    assert torch.equal(matrix, expected[plan.matrices[index].name])
+            sent = torch.zeros(sum(program.back.sent_counts), dtype=torch.int64)
+            for patch in program.returned:
+                values = _patch(-batches[patch.batch][patch.position], patch)
+                sent[patch.offset : patch.offset + values.numel()] = values.reshape(-1)
+            back.append(sent)
+        for rank, (program, received) in enumerate(
+            zip(programs, _delivered([p.back for p in programs], back), strict=True)
+        ):
+            for piece in program.applied:
+                name = plan.parameters[piece.parameter].name
+                applied[rank][name][piece.start : piece.start + piece.numel] += received[
+                    piece.offset : piece.offset + piece.numel
+                ]
+    assert sorted(computed) == list(range(len(plan.matrices)))
+    for rank, parts in enumerate(own):
+        for name, part in parts.items():
+            assert torch.equal(applied[rank][name], -part)
+
+
+@EVERY_LAYOUT
+def test_matrices_of_one_shape_are_one_batch(tp: int, dp: int) -> None:
+    stage = stage_of(
+        [Whole(name=f"l.{i}.w", shape=(8, 8 * (1 + i % 2)), tp_dim=0) for i in range(20)],
+        tp=tp,
+        dp=dp,
+    )
+    plan = stage.plan()
+    for wave in plan.waves:
+        for rank, program in enumerate(_programs(plan, wave)):
+            shapes = [batch.shape for batch in program.batches]
+            assert shapes == sorted(set(shapes))
+            for batch in program.batches:
+                assert list(batch.matrices) == sorted(batch.matrices)
+                assert all(plan.matrices[i].shape == batch.shape for i in batch.matrices)
+                assert all(plan.owners[i] == rank for i in batch.matrices)
+
+
+def test_a_rank_with_nothing_has_an_empty_program() -> None:
+    stage = stage_of([Whole(name="w", shape=(3, 5), tp_dim=None)], tp=1, dp=4, bucket=1)
+    plan = stage.plan()
+    ((start, stop),) = {r for p in plan.parameters for r in p.ranges if r == (0, 0)}
+    assert start == stop
+    idle = next(r for r in range(4) if plan.parameters[0].ranges[r] == (0, 0))
+    program = compile_wave(plan, plan.waves[0], idle)
+    nothing = Message(sent_counts=(0,) * 4, received_counts=(0,) * 4)
+    assert program == WaveProgram(
+        batches=(),
+        out=nothing,
+        packed=(),
+        assembled=(),
+        back=nothing,
+        returned=(),
+        applied=(),
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_rectangles_tile_a_run_in_its_order(seed: int) -> None:
+    rng = random.Random(seed)
+    width, rows, shard_row = rng.randint(1, 7), rng.randint(1, 6), rng.randint(0, 4)
+    block = Block(
+        tp_rank=0,
+        shard_row=shard_row,
+        rows=rows,
+        row=rng.randint(0, 9),
+        col=rng.randint(0, 9),
+        cols=width,
+    )
+    first = rng.randint(0, rows * width - 1)
+    numel = rng.randint(1, rows * width - first)
+    segment = Segment(rank=0, start=shard_row * width + first, numel=numel, block=block)
+    cut = list(rectangles(segment))
+    assert len(cut) <= 3
+    offset = 0
+    places = []
+    for rectangle in cut:
+        assert rectangle.offset == offset
+        offset += rectangle.rows * rectangle.cols
+        places += [
+            (rectangle.row + i, rectangle.col + j)
+            for i in range(rectangle.rows)
+            for j in range(rectangle.cols)
+        ]
+    assert places == [
+        (block.row + element // width, block.col + element % width)
+        for element in range(first, first + numel)
+    ]
+
+
+def test_whole_rows_are_one_rectangle() -> None:
+    block = Block(tp_rank=0, shard_row=2, rows=5, row=10, col=3, cols=4)
+    whole = list(rectangles(Segment(rank=0, start=8, numel=20, block=block)))
+    assert [(r.rows, r.cols, r.row, r.col) for r in whole] == [(5, 4, 10, 3)]
+    ragged = list(rectangles(Segment(rank=0, start=9, numel=13, block=block)))
+    assert [(r.rows, r.cols, r.row, r.col) for r in ragged] == [
+        (1, 3, 10, 4),
+        (2, 4, 11, 3),
+        (1, 2, 13, 3),
+    ]

@@ -1,0 +1,186 @@
+"""Waves: what is in them, what they need, and that the bound on buffers is kept."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from megatron_muon.placement import make_plan
+from megatron_muon.placement.waves import (
+    EMPTY,
+    MIN_WAVE_ELEMENTS,
+    TARGET_WAVES,
+    Footprint,
+    cut_by_owner,
+    initial_cap,
+    peak_elements,
+)
+from tests.distributed.prescribed import Whole
+from tests.unit.placement.stages import cost, random_stage, stage_of
+
+LAYOUTS = [(1, 1), (2, 1), (1, 3), (2, 2), (4, 2)]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_matrix_is_in_one_wave_in_its_owners_order_and_within_the_cap(seed: int) -> None:
+    rng = random.Random(seed)
+    count, ranks, cap = rng.randint(1, 40), rng.randint(1, 5), rng.randint(1, 60)
+    owners = [rng.randrange(ranks) for _ in range(count)]
+    numels = [rng.randint(1, 50) for _ in range(count)]
+    waves = cut_by_owner(owners=owners, numels=numels, cap=cap)
+    assert sorted(i for wave in waves for i in wave) == list(range(count))
+    assert all(wave and list(wave) == sorted(wave) for wave in waves)
+    for rank in range(ranks):
+        order = [i for wave in waves for i in wave if owners[i] == rank]
+        assert order == [i for i in range(count) if owners[i] == rank]
+        shares = [[numels[i] for i in wave if owners[i] == rank] for wave in waves]
+        for number, share in enumerate(shares):
+            assert sum(share) <= cap or len(share) == 1
+            if number and share:
+                # No wave was opened that was not needed.
+                assert sum(shares[number - 1]) + share[0] > cap
+
+
+def test_a_matrix_above_the_cap_is_alone() -> None:
+    waves = cut_by_owner(owners=[0, 0, 0, 1], numels=[3, 100, 3, 4], cap=10)
+    assert waves == ((0, 3), (1,), (2,))
+
+
+def test_nothing_to_cut() -> None:
+    assert cut_by_owner(owners=[], numels=[], cap=1) == ()
+
+
+@pytest.mark.parametrize("scale", [1, 100])
+def test_the_busiest_owner_gets_enough_waves_but_none_that_is_tiny(scale: int) -> None:
+    numels = [scale * MIN_WAVE_ELEMENTS // 10] * 25
+    cap = initial_cap(owners=[0] * 20 + [1] * 5, numels=numels)
+    assert cap == max(MIN_WAVE_ELEMENTS, sum(numels[:20]) // TARGET_WAVES)
+    assert initial_cap(owners=[], numels=[]) == MIN_WAVE_ELEMENTS
+
+
+class _Memory:
+    """Elements alive now and at most."""
+
+    def __init__(self) -> None:
+        self.alive = 0
+        self.peak = 0
+
+    def allocate(self, numel: int) -> int:
+        self.alive += numel
+        self.peak = max(self.peak, self.alive)
+        return numel
+
+    def free(self, numel: int) -> None:
+        self.alive -= numel
+
+
+def _simulated_peak(waves: list[Footprint]) -> int:
+    """Wave k+1 departs; k is assembled, computed and sent back; k-1 lands."""
+    memory = _Memory()
+    outbound = {0: memory.allocate(waves[0].outbound)} if waves else {}
+    inbound: dict[int, int] = {}
+    for k, wave in enumerate(waves):
+        if k + 1 < len(waves):
+            outbound[k + 1] = memory.allocate(waves[k + 1].outbound)
+        matrices = memory.allocate(wave.matrices)
+        memory.free(outbound.pop(k))
+        inbound[k] = memory.allocate(wave.inbound)
+        memory.free(matrices)
+        if k:
+            memory.free(inbound.pop(k - 1))
+    for left in inbound.values():
+        memory.free(left)
+    assert memory.alive == 0
+    return memory.peak
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_peak_is_that_of_the_schedule(seed: int) -> None:
+    rng = random.Random(seed)
+    waves = [
+        rng.choice(
+            (
+                EMPTY,
+                Footprint(**{n: rng.randint(0, 90) for n in ("outbound", "matrices", "inbound")}),
+            )
+        )
+        for _ in range(rng.randint(0, 8))
+    ]
+    assert peak_elements(waves) == _simulated_peak(waves)
+
+
+@pytest.mark.parametrize(("tp", "dp"), LAYOUTS)
+@pytest.mark.parametrize("seed", range(6))
+def test_bound_is_kept_or_the_model_refused(tp: int, dp: int, seed: int) -> None:
+    stage = random_stage(seed, tp=tp, dp=dp, parameters=12)
+    free = max(load.peak_buffer_bytes for load in stage.plan().loads)
+    kept = refused = 0
+    waves = 0
+    for percent in (100, 80, 60, 45, 30, 20, 5):
+        limit = free * percent // 100
+        try:
+            plan = stage.plan(buffer_bytes=limit)
+        except ValueError:
+            refused += 1
+            continue
+        assert not refused, "a smaller bound was accepted after a larger one was refused"
+        kept += 1
+        assert max(load.peak_buffer_bytes for load in plan.loads) <= limit
+        assert len(plan.waves) >= waves
+        waves = len(plan.waves)
+        assert sorted(i for wave in plan.waves for i in wave) == list(range(len(plan.matrices)))
+    assert kept and refused
+
+
+@pytest.mark.parametrize(("tp", "dp"), LAYOUTS)
+@pytest.mark.parametrize("seed", range(6))
+def test_too_small_a_buffer_names_flag_matrix_and_a_value_that_works(
+    tp: int, dp: int, seed: int
+) -> None:
+    stage = random_stage(seed, tp=tp, dp=dp, parameters=12)
+    # Elements of 64 KiB, so that the value, in whole MiB, is exact to a few elements.
+    itemsize = 1 << 16
+    with pytest.raises(ValueError) as error:
+        stage.plan(buffer_bytes=1 << 20, itemsize=itemsize)
+    text = str(error.value)
+    assert text.startswith("--dmuon-exchange-buffer-mb 1 is too small")
+    largest = max(stage.matrices, key=lambda m: m.numel)
+    named = re.search(r"largest matrix is (\S+) \((\d+)x(\d+)\)", text)
+    assert named
+    assert int(named[2]) * int(named[3]) == largest.numel
+    assert named[1] in {m.name for m in stage.matrices if m.numel == largest.numel}
+    asked = re.search(r"type --dmuon-exchange-buffer-mb (\d+)$", text)
+    assert asked
+    plan = stage.plan(buffer_bytes=int(asked[1]) << 20, itemsize=itemsize)
+    assert max(load.peak_buffer_bytes for load in plan.loads) <= int(asked[1]) << 20
+    with pytest.raises(ValueError, match="too small"):
+        stage.plan(buffer_bytes=int(asked[1]) * 3 // 4 << 20, itemsize=itemsize)
+
+
+def test_small_models_go_in_one_wave_and_large_ones_overlap() -> None:
+    entries = [Whole(name=f"layers.{i}.w", shape=(64, 64), tp_dim=0) for i in range(12)]
+    small = stage_of(entries, tp=2, dp=1)
+    assert small.plan().waves == (tuple(range(12)),)
+    large = [Whole(name=f"layers.{i}.w", shape=(512, 1024), tp_dim=0) for i in range(16)]
+    stage = stage_of(large, tp=2, dp=1)
+    plan = make_plan(
+        group=stage.group,
+        parameters=stage.parameters,
+        matrices=stage.matrices,
+        cost=cost,
+        itemsize=4,
+        buffer_bytes=1 << 40,
+    )
+    assert len(plan.waves) == TARGET_WAVES
+
+
+def test_waves_follow_the_forward() -> None:
+    """The first wave holds the first layers, so that their parameters can be gathered first."""
+    entries = [Whole(name=f"layers.{i}.w", shape=(16, 16), tp_dim=0) for i in range(12)]
+    plan = stage_of(entries, tp=2, dp=1).plan(buffer_bytes=14_000)
+    assert len(plan.waves) > 2
+    firsts = [min(wave) for wave in plan.waves]
+    assert firsts == sorted(firsts)
+    assert 0 in plan.waves[0] and 11 in plan.waves[-1]
