@@ -24,7 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -169,7 +169,7 @@ def build_upstream(model: Any, *, tp_mode: str) -> tuple[Any, Any]:
         optimizer="muon",
         use_distributed_optimizer=False,
         use_layer_wise_distributed_optimizer=True,
-        # Without it the layer-wise optimizer lacks its wrapper and fails at the first step. The
+        # Without it the layer-wise optimizer lacks its wrapper and cannot be built. The
         # parameters are fp32 all the same, and the wrapper leaves such parameters as they are.
         bf16=True,
         muon_tp_mode=tp_mode,
@@ -188,20 +188,20 @@ VARIANTS = (
         key="dmuon",
         label="dmuon",
         fused_gate_up=False,
-        build=lambda model: build_dmuon(model, split_gate_up=True),
+        build=partial(build_dmuon, split_gate_up=True),
     ),
     Variant(
         key="dmuon_fused",
         label="dmuon, gate+up one matrix",
         fused_gate_up=True,
-        build=lambda model: build_dmuon(model, split_gate_up=False),
+        build=partial(build_dmuon, split_gate_up=False),
     ),
     *(
         Variant(
             key=f"muon_{mode}",
             label=f"megatron-core muon, {mode}",
             fused_gate_up=True,
-            build=lambda model, mode=mode: build_upstream(model, tp_mode=mode),
+            build=partial(build_upstream, tp_mode=mode),
         )
         for mode in ("blockwise", "duplicated", "distributed")
     ),
@@ -273,7 +273,7 @@ class SentBytes:
         return collective
 
     def _sent(self, name: str, group: Any, args: tuple[Any, ...]) -> float:
-        size = group.size()
+        size: int = group.size()
         match name:
             case "barrier":
                 return 0.0
@@ -287,9 +287,9 @@ class SentBytes:
                 return (size - 1) / size * _bytes(args[0])
             case "alltoall_base" | "all_to_all_single":
                 sent, splits = args[1], args[3]
-                own = splits[group.rank()] if splits else sent.shape[0] // size
-                rows = sent.shape[0] or 1
-                return _bytes(sent) * (1 - own / rows)
+                rows: int = sent.shape[0]
+                own: int = splits[group.rank()] if splits else rows // size
+                return _bytes(sent) * (rows - own) / max(rows, 1)
         raise NotImplementedError(f"SentBytes does not know what {name} sends.")
 
 
@@ -546,7 +546,7 @@ def draw(path: Path, tables: dict[str, dict[str, Measurement]]) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(
-        1, len(tables), figsize=(11, 3.6), sharey=True, layout="constrained"
+        1, len(tables), figsize=(11, 3.6), sharex=True, sharey=True, layout="constrained"
     )
     for axis, (name, results) in zip(axes, tables.items(), strict=True):
         medians = [result.median for result in results.values()]

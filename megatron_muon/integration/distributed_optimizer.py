@@ -345,6 +345,8 @@ class MatrixChainedOptimizer(ChainedOptimizer):
     no byte of weights or state changes.
     """
 
+    _last_norm: Any = 0.0
+
     def get_grad_norm(self) -> Any:
         """The global norm, remembered for the decision."""
         self._last_norm = super().get_grad_norm()
@@ -352,7 +354,8 @@ class MatrixChainedOptimizer(ChainedOptimizer):
 
     def step_with_ready_grads(self) -> bool:
         """Step all optimizers, or none and return False."""
-        if not math.isfinite(float(self._last_norm)):
+        norm, self._last_norm = float(self._last_norm), 0.0
+        if not math.isfinite(norm):
             return False
         stepped: bool = super().step_with_ready_grads()
         return stepped

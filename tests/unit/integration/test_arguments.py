@@ -1,0 +1,389 @@
+"""Our flags on Megatron's real parser: what is read, refused, and shown to Megatron."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_muon.config import MatrixConfig
+from megatron_muon.integration import support
+from megatron_muon.integration.arguments import (
+    add_matrix_arguments,
+    matrix_config_from_args,
+    translate_arguments,
+)
+from megatron_muon.integration.support import ConfigurationError
+from megatron_muon.matrices import Rule
+
+Parse = Callable[..., argparse.Namespace]
+DMUON = ("--optimizer", "dmuon", "--use-distributed-optimizer")
+
+
+@pytest.fixture(scope="module")
+def parser(megatron: Any) -> argparse.ArgumentParser:
+    """Megatron's own parser with our flags, built as ``megatron.training.parse_args`` does."""
+    from megatron.training import arguments
+
+    # Unwrapped, in case that another test has installed the hooks.
+    add = arguments.add_megatron_arguments
+    add = getattr(add, "__wrapped__", add)
+    return add_matrix_arguments(add(argparse.ArgumentParser(allow_abbrev=False)))
+
+
+@pytest.fixture
+def parse(parser: argparse.ArgumentParser) -> Parse:
+    """Arguments of a command line, as ``validate_args`` gets them."""
+
+    def parse(*words: str, world_size: int = 4, rank: int = 0) -> argparse.Namespace:
+        args = parser.parse_args(["--lr", "1e-2", "--min-lr", "1e-3", *words])
+        args.world_size, args.rank = world_size, rank
+        return args
+
+    return parse
+
+
+def _problems(args: argparse.Namespace) -> tuple[str, ...]:
+    """What is refused; nothing of the arguments that Megatron reads may have changed by then."""
+    before = {k: v for k, v in vars(args).items() if k != "matrix_optimizer"}
+    with pytest.raises(ConfigurationError) as error:
+        translate_arguments(args)
+    after = {k: v for k, v in vars(args).items() if k != "matrix_optimizer"}
+    assert before == after
+    return error.value.problems
+
+
+# Words after DMUON, the flag in the sentence, what to do instead.
+UNSUPPORTED = [
+    ("--use-precision-aware-optimizer", "--use-precision-aware-optimizer", "remove the flag"),
+    ("--optimizer-cpu-offload", "--optimizer-cpu-offload", "remove the flag"),
+    ("--optimizer-cuda-graph", "--optimizer-cuda-graph", "remove the flag"),
+    ("--use-megatron-fsdp", "--use-megatron-fsdp", "use --use-distributed-optimizer instead"),
+    ("--use-torch-fsdp2", "--use-torch-fsdp2", "use --use-distributed-optimizer instead"),
+    ("--fp16", "--fp16", "use --bf16"),
+    ("--fp8-param-gather", "--fp8-param-gather", "remove the flag"),
+    ("--fp4-param-gather", "--fp4-param-gather", "remove the flag"),
+    (
+        "--num-distributed-optimizer-instances 2",
+        "--num-distributed-optimizer-instances",
+        "set it to 1",
+    ),
+    ("--context-parallel-size 2", "--context-parallel-size", "set it to 1"),
+    (
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+        "interleaved or custom pipeline layout",
+        "use plain pipeline stages",
+    ),
+    (
+        "--num-virtual-stages-per-pipeline-rank 2",
+        "interleaved or custom pipeline layout",
+        "use plain pipeline stages",
+    ),
+    (
+        "--pipeline-model-parallel-layout Et|tL",
+        "interleaved or custom pipeline layout",
+        "use plain pipeline stages",
+    ),
+    (
+        "--overlap-param-gather-with-optimizer-step",
+        "--overlap-param-gather-with-optimizer-step",
+        "use --overlap-param-gather",
+    ),
+    ("--num-experts 4", "--num-experts", "--optimizer adam"),
+    ("--multi-latent-attention", "--multi-latent-attention", "--optimizer adam"),
+    ("--mtp-num-layers 1", "--mtp-num-layers", "remove the flag"),
+    ("--hybrid-layer-pattern M*", "--hybrid-layer-pattern", "use a GPT model"),
+    ("--use-mup", "--use-mup", "set --matrix-lr"),
+    (
+        "--tensor-parallel-num-weight-shards 4",
+        "--tensor-parallel-num-weight-shards",
+        "remove the flag",
+    ),
+    ("--freeze-all-layers", "--freeze-all-layers", "use --optimizer adam"),
+    ("--save x --ckpt-format torch", "--ckpt-format", "type --ckpt-format torch_dist"),
+    ("--load x --ckpt-format torch_dcp", "--ckpt-format", "type --ckpt-format torch_dist"),
+    (
+        "--dist-ckpt-optim-fully-reshardable",
+        "--dist-ckpt-optim-fully-reshardable",
+        "remove the flag",
+    ),
+    ("--non-persistent-ckpt-type local", "--non-persistent-ckpt-type", "use global"),
+    ("--muon-tp-mode duplicated", "--muon-tp-mode", "remove the flag"),
+    ("--muon-tp-mode distributed", "--muon-tp-mode", "remove the flag"),
+    ("--muon-fp32-matmul-prec high", "--muon-fp32-matmul-prec", "use --dmuon-compute-dtype"),
+    ("--muon-scalar-optimizer lion", "--muon-scalar-optimizer", "remove the flag"),
+]
+
+
+@pytest.mark.parametrize(("words", "flag", "instead"), UNSUPPORTED, ids=[u[0] for u in UNSUPPORTED])
+def test_an_unsupported_flag_is_refused_with_what_to_type(
+    parse: Parse, words: str, flag: str, instead: str
+) -> None:
+    (problem,) = _problems(parse(*DMUON, *words.split()))
+    assert flag in problem
+    assert instead in problem
+
+
+def test_every_sentence_about_a_flag_has_a_case_above(parse: Parse) -> None:
+    said = {
+        problem
+        for words, _, _ in UNSUPPORTED
+        for problem in _problems(parse(*DMUON, *words.split()))
+    }
+    assert {sentence for _, sentence in support._FLAG_PROBLEMS} == said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "--bf16 --overlap-grad-reduce --overlap-param-gather --sequence-parallel",
+        "--save x --load x --ckpt-format torch_dist",
+        "--tensor-model-parallel-size 2 --tensor-parallel-num-weight-shards 2",
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2",
+        "--ckpt-format torch",
+        "--non-persistent-ckpt-type global",
+    ],
+)
+def test_what_is_supported_is_accepted(parse: Parse, words: str) -> None:
+    args = parse(*DMUON, *words.split())
+    translate_arguments(args)
+    assert (args.optimizer, args.matrix_optimizer) == ("adam", "dmuon")
+
+
+# Words after DMUON and the beginning of the sentence.
+OUT_OF_RANGE = [
+    ("--muon-num-ns-steps 0", "--muon-num-ns-steps 0"),
+    ("--muon-num-ns-steps 6", "--muon-num-ns-steps 6"),
+    ("--muon-momentum 1", "--muon-momentum is 1.0; it must be >= 0 and < 1"),
+    ("--muon-momentum nan", "--muon-momentum is nan"),
+    ("--muon-momentum=-0.1", "--muon-momentum is -0.1"),
+    ("--muon-extra-scale-factor nan", "--muon-extra-scale-factor is nan"),
+    ("--muon-extra-scale-factor inf", "--muon-extra-scale-factor is inf"),
+    ("--dmuon-exchange-buffer-mb 0", "--dmuon-exchange-buffer-mb is 0; it must be > 0"),
+    ("--dmuon-exchange-buffer-mb=-5", "--dmuon-exchange-buffer-mb is -5"),
+    ("--dmuon-exchange-buffer-mb nan", "--dmuon-exchange-buffer-mb is nan"),
+    ("--dmuon-exchange-buffer-mb inf", "--dmuon-exchange-buffer-mb is inf"),
+    ("--matrix-lr=-1", "--matrix-lr is -1.0; it must be a number >= 0"),
+    ("--matrix-lr nan", "--matrix-lr is nan"),
+    ("--matrix-min-lr=-1", "--matrix-min-lr is -1.0"),
+    ("--matrix-weight-decay inf", "--matrix-weight-decay is inf"),
+    ("--matrix-lr 1e-4", "the learning rate of matrices has its maximum at 0.0001 and its minimum"),
+    ("--matrix-min-lr 1", "the learning rate of matrices has its maximum at 0.01 and its minimum"),
+    ("--dmuon-coefficients 1,2,3", "--dmuon-coefficients is set but"),
+    ("--dmuon-coefficients 1,2", "--dmuon-coefficients"),
+    ("--matrix-rule *:optimizer=sgd", "--matrix-rule '*:optimizer=sgd': optimizer is 'sgd'"),
+    ("--matrix-rules nothing.json", "--matrix-rules nothing.json: [Errno 2]"),
+]
+
+
+@pytest.mark.parametrize(("words", "sentence"), OUT_OF_RANGE, ids=[o[0] for o in OUT_OF_RANGE])
+def test_a_value_out_of_range_is_refused_by_flag(parse: Parse, words: str, sentence: str) -> None:
+    (problem,) = _problems(parse(*DMUON, *words.split()))
+    assert problem.startswith(sentence)
+
+
+@pytest.mark.parametrize("coefficient_type", ["custom"])
+def test_custom_coefficients_that_cannot_be_read_are_one_problem(
+    parse: Parse, coefficient_type: str
+) -> None:
+    words = f"--muon-coefficient-type {coefficient_type} --dmuon-coefficients 1,2"
+    (problem,) = _problems(parse(*DMUON, *words.split()))
+    assert problem.startswith("--dmuon-coefficients")
+
+
+def test_everything_that_is_wrong_is_said_together(parse: Parse) -> None:
+    words = (
+        "--optimizer dmuon --fp16 --num-experts 4 --muon-tp-mode duplicated --muon-momentum 2 "
+        "--matrix-lr 1e-5 --matrix-rule *:x=1 --matrix-rule a:lr_mult=-1"
+    )
+    args = parse(*words.split())
+    problems = _problems(args)
+    for sentence in (
+        *("--fp16", "--num-experts", "--muon-tp-mode", "--muon-momentum is 2.0", "unknown key 'x'"),
+        *("lr_mult is '-1'", "maximum at 1e-05", "at data-parallel size 4 needs Megatron's"),
+    ):
+        assert sum(sentence in problem for problem in problems) == 1, sentence
+    assert len(problems) == 8
+    text = str(ConfigurationError(problems))
+    assert text.startswith("megatron_muon: 8 configuration problems\n  - ")
+    assert text.count("\n  - ") == 8
+    assert str(ConfigurationError(["one"])) == "megatron_muon: 1 configuration problem\n  - one"
+
+
+@pytest.mark.parametrize(
+    ("words", "world_size", "dp"),
+    [
+        ("", 2, 2),
+        ("--tensor-model-parallel-size 2", 4, 2),
+        ("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 16, 4),
+    ],
+)
+def test_without_the_distributed_optimizer_data_parallel_is_refused(
+    parse: Parse, words: str, world_size: int, dp: int
+) -> None:
+    args = parse("--optimizer", "dmuon", *words.split(), world_size=world_size)
+    (problem,) = _problems(args)
+    assert f"--optimizer dmuon at data-parallel size {dp} needs" in problem
+    assert "add --use-distributed-optimizer" in problem
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "words", ["", "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"]
+)
+def test_one_data_parallel_rank_switches_the_distributed_optimizer_on(
+    parse: Parse, capsys: pytest.CaptureFixture[str], words: str, rank: int
+) -> None:
+    args = parse("--optimizer", "dmuon", *words.split(), world_size=2 if words else 1, rank=rank)
+    assert not args.use_distributed_optimizer
+    translate_arguments(args)
+    assert args.use_distributed_optimizer is True
+    said = capsys.readouterr().out
+    assert ("--use-distributed-optimizer switched on" in said) is (rank == 0)
+
+
+STRAY = [
+    "--matrix-lr 1",
+    "--matrix-min-lr 0",
+    "--matrix-weight-decay 0",
+    "--matrix-rule *:lr_mult=1",
+    "--matrix-rules x.json",
+    "--dmuon-no-split-gate-up",
+    "--dmuon-coefficients 1,2,3",
+    "--dmuon-compute-dtype bf16",
+    "--dmuon-exchange-buffer-mb 1",
+]
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon"])
+@pytest.mark.parametrize("words", STRAY)
+def test_our_flags_are_refused_with_another_optimizer(
+    parse: Parse, optimizer: str, words: str
+) -> None:
+    (problem,) = _problems(parse("--optimizer", optimizer, *words.split()))
+    assert problem == (
+        f"{words.split()[0]} has no effect with --optimizer {optimizer}: remove it or type "
+        "--optimizer dmuon"
+    )
+
+
+def test_every_flag_of_ours_has_a_case_above(parser: argparse.ArgumentParser) -> None:
+    ours = {f for f in parser._option_string_actions if f.startswith(("--matrix-", "--dmuon-"))}
+    assert ours == {words.split()[0] for words in STRAY}
+
+
+def test_several_stray_flags_are_said_together(parse: Parse) -> None:
+    words = " ".join(STRAY).split()
+    assert len(_problems(parse("--optimizer", "adam", *words))) == len(STRAY)
+
+
+def test_our_scale_mode_is_refused_with_another_optimizer(parse: Parse) -> None:
+    mode = ("--muon-scale-mode", "match_rms_adamw")
+    (problem,) = _problems(parse("--optimizer", "adam", *mode))
+    assert problem.startswith("--muon-scale-mode has no effect without --optimizer dmuon")
+    (problem,) = _problems(parse("--optimizer", "muon", *mode))
+    assert "--muon-scale-mode spectral --muon-extra-scale-factor 0.2" in problem
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "muon", "dist_muon"])
+def test_another_optimizer_is_left_alone(parse: Parse, optimizer: str) -> None:
+    args = parse("--optimizer", optimizer)
+    before = dict(vars(args))
+    translate_arguments(args)
+    assert vars(args) == {**before, "matrix_optimizer": None}
+    assert matrix_config_from_args(args) is None
+
+
+def test_megatron_sees_adam_and_all_else_as_given(parse: Parse) -> None:
+    args = parse(*DMUON, "--bf16")
+    before = dict(vars(args))
+    translate_arguments(args)
+    assert vars(args) == {**before, "optimizer": "adam", "matrix_optimizer": "dmuon"}
+
+
+def test_arguments_without_our_choice_give_no_settings() -> None:
+    """Megatron also builds the config from arguments that were never translated."""
+    assert matrix_config_from_args(argparse.Namespace()) is None
+
+
+EVERYTHING = (
+    "--muon-momentum 0.8 --muon-nesterov --muon-scale-mode match_rms_adamw "
+    "--muon-extra-scale-factor 0.5 --muon-coefficient-type custom --muon-num-ns-steps 4 "
+    "--muon-no-split-qkv --dmuon-no-split-gate-up --dmuon-coefficients 3,-2.5,0.5;1.5,-0.5,0 "
+    "--dmuon-compute-dtype fp32 --dmuon-exchange-buffer-mb 64.5 --matrix-lr 0.02 "
+    "--matrix-min-lr 0.002 --matrix-weight-decay 0.3 --matrix-rule *.a:lr_mult=2 "
+    "--matrix-rule *.b:optimizer=adam"
+)
+
+
+def test_every_setting_is_read_from_its_flag(parse: Parse, tmp_path: Path) -> None:
+    """The file's rules come first, so that one on the command line wins."""
+    path = tmp_path / "rules.json"
+    path.write_text(json.dumps([{"pattern": "*.c", "split": "none"}]))
+    args = parse(*DMUON, *EVERYTHING.split(), "--matrix-rules", str(path))
+    translate_arguments(args)
+    settings = matrix_config_from_args(args)
+    assert settings == MatrixConfig(
+        optimizer="dmuon",
+        momentum=0.8,
+        nesterov=True,
+        scale_mode="match_rms_adamw",
+        extra_scale_factor=0.5,
+        coefficient_type="custom",
+        coefficients=((3.0, -2.5, 0.5), (1.5, -0.5, 0.0)),
+        num_ns_steps=4,
+        split_qkv=False,
+        split_gate_up=False,
+        compute_dtype="fp32",
+        exchange_buffer_mb=64.5,
+        lr=0.02,
+        min_lr=0.002,
+        weight_decay=0.3,
+        rules=(
+            Rule(pattern="*.c", split="none"),
+            Rule(pattern="*.a", lr_mult=2.0),
+            Rule(pattern="*.b", optimizer="adam"),
+        ),
+    )
+    defaults = MatrixConfig()
+    for name in MatrixConfig.__dataclass_fields__:
+        if name != "optimizer":
+            assert getattr(settings, name) != getattr(defaults, name), f"{name} is not tested"
+
+
+def test_without_flags_the_settings_are_the_defaults(parse: Parse) -> None:
+    """Only the momentum is not ours: Megatron's flag has a default of its own."""
+    args = parse(*DMUON)
+    translate_arguments(args)
+    assert matrix_config_from_args(args) == MatrixConfig(momentum=args.muon_momentum)
+
+
+def test_settings_are_the_same_from_arguments_that_a_checkpoint_kept(parse: Parse) -> None:
+    args = parse(*DMUON, *EVERYTHING.split())
+    translate_arguments(args)
+    kept = argparse.Namespace(**json.loads(json.dumps(_ours(args))))
+    assert matrix_config_from_args(kept) == matrix_config_from_args(args)
+
+
+def _ours(args: argparse.Namespace) -> dict[str, Any]:
+    return {k: v for k, v in vars(args).items() if k.startswith(("muon_", "dmuon_", "matrix_"))}
+
+
+def test_arguments_hold_plain_values_only(parse: Parse, tmp_path: Path) -> None:
+    """Megatron stores them in checkpoints, which are read with an allow-list."""
+    import torch
+
+    args = parse(*DMUON, *EVERYTHING.split())
+    translate_arguments(args)
+    ours = _ours(args)
+    assert len(ours) > 15
+    for name, value in ours.items():
+        for item in value if isinstance(value, list) else [value]:
+            assert item is None or type(item) in (str, int, float, bool), name
+    torch.save(ours, tmp_path / "args.pt")
+    assert torch.load(tmp_path / "args.pt", weights_only=True) == ours
