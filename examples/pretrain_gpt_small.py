@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.enums import ModelType
@@ -93,9 +92,6 @@ def main() -> None:
     # Megatron asks on which ranks the datasets are built: on all of them.
     build_datasets.is_distributed = True  # type: ignore[attr-defined]
     pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
-    # A gloo thread that still lets go of a tensor while Python shuts down aborts the process.
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ import sys
 
 from megatron_muon.cpu.flags import default_flags
 
-__all__ = ["default_flags", "enable", "is_enabled"]
+__all__ = ["default_flags", "enable", "is_enabled", "leave"]
 
 _enabled = False
 
@@ -112,3 +112,15 @@ def enable() -> None:
     from megatron_muon.cpu import megatron_patches
 
     megatron_patches.install()
+
+
+def leave() -> None:
+    """Let go of all process groups, at the end of a run.
+
+    Megatron's scripts leave that to the end of the process. A gloo thread that still lets go of a
+    tensor while Python shuts down aborts the process (seen once, after the last iteration).
+    """
+    import torch.distributed
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -107,12 +107,13 @@ class Exchange:
         programs = self._programs
         if not programs:
             return
-        outgoing = self._depart(programs[0], pack)
+        outgoing = [self._depart(programs[0], pack)]
         returning: tuple[WaveProgram, _Flight] | None = None
         for k, program in enumerate(programs):
-            following = self._depart(programs[k + 1], pack) if k + 1 < len(programs) else None
-            batches = self._assemble(program, outgoing)
-            del outgoing  # Its buffers are free from here on.
+            if k + 1 < len(programs):
+                outgoing.append(self._depart(programs[k + 1], pack))
+            # Taken out of the list, so that its buffers are free once it is assembled.
+            batches = self._assemble(program, outgoing.pop(0))
             updates = [compute(batch) for batch in batches]
             self.counters.matrices += sum(batch.shape[0] for batch in batches)
             back = self._send_back(program, updates)
@@ -121,8 +122,6 @@ class Exchange:
             if returning is not None:
                 self._land(*returning, apply)
             returning = (program, back)
-            if following is not None:
-                outgoing = following
         if returning is not None:
             self._land(*returning, apply)
 

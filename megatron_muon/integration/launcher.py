@@ -63,6 +63,8 @@ def main(argv: Sequence[str]) -> int:
         runpy.run_path(script, run_name="__main__")
     except ConfigurationError as error:
         return _refuse(str(error))
+    if on_cpu:
+        cpu.leave()
     return 0
 
 

@@ -177,14 +177,15 @@ def setting_problems(settings: MatrixConfig) -> list[str]:
             f"--dmuon-compute-dtype is '{settings.compute_dtype}'; supported are auto, fp64, fp32, "
             "bf16"
         )
-    if not settings.exchange_buffer_mb > 0:
+    if not 0.0 < settings.exchange_buffer_mb < float("inf"):
         problems.append(
-            f"--dmuon-exchange-buffer-mb is {settings.exchange_buffer_mb:g}; it must be > 0"
+            f"--dmuon-exchange-buffer-mb is {settings.exchange_buffer_mb:g}; it must be a number > 0"
         )
     for flag, value in (
         ("--matrix-lr", settings.lr),
         ("--matrix-min-lr", settings.min_lr),
         ("--matrix-weight-decay", settings.weight_decay),
+        ("--muon-extra-scale-factor", settings.extra_scale_factor),
     ):
         if value is not None and not 0.0 <= value < float("inf"):
             problems.append(f"{flag} is {value}; it must be a number >= 0")

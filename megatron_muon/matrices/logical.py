@@ -57,11 +57,13 @@ class LogicalMatrix:
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     """Sort key by which ``layers.2`` comes before ``layers.10``: forward order of the layers."""
-    return tuple(
-        (0, int(piece), "") if piece.isdigit() else (1, 0, piece)
+    pieces = (
+        (0, int(piece), "") if piece.isdecimal() else (1, 0, piece)
         for piece in re.split(r"(\d+)", name)
         if piece
     )
+    # The name itself decides between ``layers.1`` and ``layers.01``.
+    return (*pieces, (-1, 0, name))
 
 
 def _row_parts(parameter: ShardedParameter, split: bool) -> dict[str, list[tuple[int, int]]]:

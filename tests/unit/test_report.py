@@ -185,8 +185,10 @@ def test_a_matrix_that_dominates_is_warned_of() -> None:
     ]
     lines = _report(ROUTED, _child(stage_of(entries, tp=2, dp=1).plan()))
     assert [line for line in lines if line.startswith("warning")] == [
-        "warning: layers.0.large (64x8) alone takes 1.07 x the mean load of an owner and dominates "
-        "the balance"
+        (
+            "warning: layers.0.large (64x8) alone takes 1.07 x the mean load of an owner and "
+            "dominates the balance"
+        )
     ]
     lines = _report(ROUTED, _child(stage_of([*entries, ENTRIES[0]], tp=2, dp=1).plan()))
     assert not any("warning" in line for line in lines)

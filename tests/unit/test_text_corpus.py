@@ -2,17 +2,10 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("megatron.core")
-
-from megatron.core.datasets.blended_megatron_dataset_config import (
-    convert_split_vector_to_split_matrix,
-    parse_and_normalize_split,
-)
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from examples.text_corpus import (
     END_OF_DOCUMENT,
@@ -30,7 +23,11 @@ def texts() -> list[bytes]:
     return select_documents(int(MEGABYTES * 1_000_000))
 
 
-def test_documents_round_trip_through_megatron_reader(tmp_path: Path, texts: list[bytes]) -> None:
+def test_documents_round_trip_through_megatron_reader(
+    megatron: Any, tmp_path: Path, texts: list[bytes]
+) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
     info = build_corpus(tmp_path, MEGABYTES)
     dataset = IndexedDataset(info.prefix)
     assert len(dataset) == len(dataset.document_indices) - 1 == info.documents == len(texts)
@@ -54,7 +51,12 @@ def test_selection_is_repeatable_and_a_prefix_of_a_larger_one(texts: list[bytes]
     assert len(larger) > len(texts)
 
 
-def test_held_out_documents_are_those_of_megatron_split(tmp_path: Path) -> None:
+def test_held_out_documents_are_those_of_megatron_split(megatron: Any, tmp_path: Path) -> None:
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+
     info = build_corpus(tmp_path, MEGABYTES)
     ratios = parse_and_normalize_split(info.split)
     train, held_out, test = convert_split_vector_to_split_matrix(ratios)
@@ -64,7 +66,9 @@ def test_held_out_documents_are_those_of_megatron_split(tmp_path: Path) -> None:
     assert end - start == info.held_out_documents > 0
 
 
-def test_second_call_uses_what_is_there_and_another_size_rebuilds(tmp_path: Path) -> None:
+def test_second_call_uses_what_is_there_and_another_size_rebuilds(
+    megatron: Any, tmp_path: Path
+) -> None:
     first = build_corpus(tmp_path, MEGABYTES)
     index = Path(f"{first.prefix}.idx")
     os.utime(index, (0, 0))
@@ -74,7 +78,7 @@ def test_second_call_uses_what_is_there_and_another_size_rebuilds(tmp_path: Path
     assert index.stat().st_mtime > 0
 
 
-def test_interrupted_build_is_repeated(tmp_path: Path) -> None:
+def test_interrupted_build_is_repeated(megatron: Any, tmp_path: Path) -> None:
     first = build_corpus(tmp_path, MEGABYTES)
     (tmp_path / "corpus.json").unlink()
     Path(f"{first.prefix}.bin").write_bytes(b"half")

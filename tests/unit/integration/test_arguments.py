@@ -164,7 +164,7 @@ OUT_OF_RANGE = [
     ("--muon-momentum=-0.1", "--muon-momentum is -0.1"),
     ("--muon-extra-scale-factor nan", "--muon-extra-scale-factor is nan"),
     ("--muon-extra-scale-factor inf", "--muon-extra-scale-factor is inf"),
-    ("--dmuon-exchange-buffer-mb 0", "--dmuon-exchange-buffer-mb is 0; it must be > 0"),
+    ("--dmuon-exchange-buffer-mb 0", "--dmuon-exchange-buffer-mb is 0; it must be a number > 0"),
     ("--dmuon-exchange-buffer-mb=-5", "--dmuon-exchange-buffer-mb is -5"),
     ("--dmuon-exchange-buffer-mb nan", "--dmuon-exchange-buffer-mb is nan"),
     ("--dmuon-exchange-buffer-mb inf", "--dmuon-exchange-buffer-mb is inf"),
@@ -183,15 +183,15 @@ OUT_OF_RANGE = [
 
 @pytest.mark.parametrize(("words", "sentence"), OUT_OF_RANGE, ids=[o[0] for o in OUT_OF_RANGE])
 def test_a_value_out_of_range_is_refused_by_flag(parse: Parse, words: str, sentence: str) -> None:
-    (problem,) = _problems(parse(*DMUON, *words.split()))
-    assert problem.startswith(sentence)
+    problems = _problems(parse(*DMUON, *words.split()))
+    assert problems[0].startswith(sentence)
+    # A maximum that is no learning rate may also be said to be below the minimum.
+    assert len(problems) == 1 or "--matrix-lr" in sentence
 
 
-@pytest.mark.parametrize("coefficient_type", ["custom"])
-def test_custom_coefficients_that_cannot_be_read_are_one_problem(
-    parse: Parse, coefficient_type: str
-) -> None:
-    words = f"--muon-coefficient-type {coefficient_type} --dmuon-coefficients 1,2"
+def test_custom_coefficients_that_cannot_be_read_are_one_problem(parse: Parse) -> None:
+    """Nobody who gave some is told to give some."""
+    words = "--muon-coefficient-type custom --dmuon-coefficients 1,2"
     (problem,) = _problems(parse(*DMUON, *words.split()))
     assert problem.startswith("--dmuon-coefficients")
 
