@@ -179,7 +179,8 @@ def setting_problems(settings: MatrixConfig) -> list[str]:
         )
     if not 0.0 < settings.exchange_buffer_mb < float("inf"):
         problems.append(
-            f"--dmuon-exchange-buffer-mb is {settings.exchange_buffer_mb:g}; it must be a number > 0"
+            f"--dmuon-exchange-buffer-mb is {settings.exchange_buffer_mb:g}; it must be a number "
+            "> 0"
         )
     for flag, value in (
         ("--matrix-lr", settings.lr),

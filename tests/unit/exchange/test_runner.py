@@ -6,12 +6,14 @@ and leaves garbage in a received buffer until then; like a network, and unlike g
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -35,6 +37,8 @@ LAYOUTS = [(2, 1), (1, 3), (2, 2), (4, 2), (1, 7)]
 EVERY_LAYOUT = pytest.mark.parametrize(("tp", "dp"), LAYOUTS)
 GARBAGE = float("nan")
 PATIENCE_S = 20.0
+CAP = 450
+"""Elements per owner and wave."""
 
 
 @dataclass(kw_only=True)
@@ -178,19 +182,14 @@ class _Result:
     updates: list[dict[str, torch.Tensor]]
     counters: list[ExchangeCounters]
     exchanges: list[_Measured]
-    computed: list[list[int]] = field(default_factory=list)
 
 
 def _plan(stage: Stage) -> Plan:
-    """As many waves as can be: one matrix per owner and wave."""
+    """Several waves, in some of which an owner has several matrices."""
     plan = stage.plan(itemsize=8)
     numels = [m.numel for m in plan.matrices]
-    return Plan(
-        **{
-            **{name: getattr(plan, name) for name in Plan.__dataclass_fields__},
-            "waves": cut_by_owner(owners=plan.owners, numels=numels, cap=1),
-        }
-    )
+    waves = cut_by_owner(owners=plan.owners, numels=numels, cap=CAP)
+    return dataclasses.replace(plan, waves=waves)
 
 
 def _run(
@@ -298,6 +297,8 @@ def test_every_holder_gets_the_update_of_the_whole_matrix(
     stage = _stage(tp, dp)
     plan = _plan(stage)
     assert len(plan.waves) > 2
+    shares = [Counter(plan.owners[i] for i in wave) for wave in plan.waves]
+    assert max(max(share.values()) for share in shares) > 1
     result = _run(stage, plan, seed=seed, in_place=in_place)
     expected = {
         name: torch.empty(whole.shape, dtype=torch.float64)
@@ -363,6 +364,22 @@ def test_two_waves_are_on_their_way_while_one_is_computed(tp: int, dp: int) -> N
     _run(stage, plan, observe=observe)
     assert {rank for rank, _ in seen} == set(plan.owners)
     assert {wave for _, wave in seen} == set(range(len(plan.waves)))
+
+
+@EVERY_LAYOUT
+def test_the_next_wave_has_left_before_this_one_is_waited_for(tp: int, dp: int) -> None:
+    """On every rank, whether it computes or not; and the previous one is landed after the next."""
+    stage = _stage(tp, dp)
+    plan = _plan(stage)
+    schedule = _schedule(plan)
+    for events in _run(stage, plan).mailbox.events:
+        at = {(name, *schedule[n]): i for i, (name, n) in enumerate(events) if name in _MESSAGES}
+        for k in range(1, len(plan.waves)):
+            assert at["start", "out", k] < at["wait", "out", k - 1]
+            assert at["start", "back", k] < at["wait", "back", k - 1] < at["wait", "back", k]
+
+
+_MESSAGES = ("start", "wait")
 
 
 @EVERY_LAYOUT

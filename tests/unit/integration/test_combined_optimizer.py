@@ -1,4 +1,4 @@
-"""The inner optimizer with torch's AdamW, as on a machine with neither Transformer Engine nor Apex."""
+"""The inner optimizer with torch's AdamW: neither Transformer Engine nor Apex is there."""
 
 from __future__ import annotations
 

@@ -139,7 +139,8 @@ def test_every_matrix_that_can_stays_at_home() -> None:
 
 
 def test_the_larger_piece_stays() -> None:
-    assert _owners([7, 7], 2, [{0: 4, 1: 3}, {0: 9}]) == (1, 0)
+    assert _owners([7, 7], 2, [{0: 4}, {0: 9}]) == (1, 0)
+    assert _owners([7, 7], 2, [{0: 9}, {0: 4}]) == (0, 1)
 
 
 def test_home_without_a_slot_of_equal_cost_is_left() -> None:

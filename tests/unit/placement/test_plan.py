@@ -150,6 +150,9 @@ def test_every_element_is_gathered_once_and_scattered_to_every_holder(
     received: list[list[int]] = [[] for _ in range(stage.group.size)]
     for index, matrix in enumerate(plan.matrices):
         elements = sorted(expected[matrix.name].flatten().tolist())
+        for runs in (plan.gathers[index], plan.scatters[index]):
+            order = [(run.rank, run.start) for run in runs]
+            assert matrix.replicated or order == sorted(order)
         gathered = [e for _, run in _runs(stage, plan, index, "gathers") for e in run]
         assert sorted(gathered) == elements
         for rank, run in _runs(stage, plan, index, "scatters"):

@@ -15,6 +15,7 @@ from megatron_muon.placement.program import Message, Patch, Piece, WaveProgram, 
 from megatron_muon.placement.waves import cut_by_owner
 from tests.distributed.prescribed import Whole
 from tests.unit.placement.stages import (
+    UNBOUNDED,
     Stage,
     numbered,
     random_stage,
@@ -31,12 +32,16 @@ def _stage(tp: int, dp: int, split: bool = True) -> Stage:
     return random_stage(10 * tp + dp, tp=tp, dp=dp, parameters=7 + tp * dp, split=split)
 
 
-def _waved(stage: Stage) -> Plan:
-    """A plan of as many waves as can be: one matrix per owner and wave."""
+# Elements per owner and wave: one matrix, a few, all in one wave.
+EVERY_CAP = pytest.mark.parametrize("cap", [1, 900, UNBOUNDED])
+
+
+def _waved(stage: Stage, cap: int) -> Plan:
+    """A plan with waves of at most so many elements per owner."""
     plan = stage.plan()
     numels = [m.numel for m in plan.matrices]
-    waves = cut_by_owner(owners=plan.owners, numels=numels, cap=1)
-    assert len(waves) > 1
+    waves = cut_by_owner(owners=plan.owners, numels=numels, cap=cap)
+    assert len(waves) == 1 if cap == UNBOUNDED else len(waves) > 1 or cap > 1
     return dataclasses.replace(plan, waves=waves)
 
 
@@ -56,9 +61,10 @@ def _tiles(spans: Sequence[tuple[int, int]], length: int) -> bool:
     return sorted(covered) == list(range(length))
 
 
+@EVERY_CAP
 @EVERY_LAYOUT
-def test_both_ends_of_every_message_agree_on_counts(tp: int, dp: int) -> None:
-    plan = _waved(_stage(tp, dp))
+def test_both_ends_of_every_message_agree_on_counts(tp: int, dp: int, cap: int) -> None:
+    plan = _waved(_stage(tp, dp), cap)
     for wave in plan.waves:
         programs = _programs(plan, wave)
         for direction in ("out", "back"):
@@ -68,9 +74,10 @@ def test_both_ends_of_every_message_agree_on_counts(tp: int, dp: int) -> None:
                     assert sender.sent_counts[b] == receiver.received_counts[a]
 
 
+@EVERY_CAP
 @EVERY_LAYOUT
-def test_pieces_and_patches_fill_their_buffers(tp: int, dp: int) -> None:
-    plan = _waved(_stage(tp, dp))
+def test_pieces_and_patches_fill_their_buffers(tp: int, dp: int, cap: int) -> None:
+    plan = _waved(_stage(tp, dp), cap)
     for wave in plan.waves:
         for program in _programs(plan, wave):
             for pieces, counts in (
@@ -97,14 +104,15 @@ def _packed(pieces: Sequence[Piece], plan: Plan, own: dict[str, torch.Tensor]) -
     return buffer
 
 
+@EVERY_CAP
 @EVERY_LAYOUT
 @pytest.mark.parametrize("split", [True, False])
 def test_owners_assemble_the_matrix_and_every_holder_gets_its_elements_back(
-    tp: int, dp: int, split: bool
+    tp: int, dp: int, split: bool, cap: int
 ) -> None:
     """Out go the numbers; back come their negatives, to be written where the numbers were."""
     stage = _stage(tp, dp, split)
-    plan = _waved(stage)
+    plan = _waved(stage, cap)
     wholes = numbered(stage.entries)
     expected = whole_matrices(stage, wholes)
     own = [stored(stage, wholes, rank) for rank in range(stage.group.size)]
@@ -148,7 +156,10 @@ def test_owners_assemble_the_matrix_and_every_holder_gets_its_elements_back(
 @EVERY_LAYOUT
 def test_matrices_of_one_shape_are_one_batch(tp: int, dp: int) -> None:
     stage = stage_of(
-        [Whole(name=f"l.{i}.w", shape=(8, 8 * (1 + i % 2)), tp_dim=0) for i in range(20)],
+        [
+            Whole(name=f"l.{i}.w", shape=(8 * (1 + i % 3), 8 * (5 - i % 5)), tp_dim=0)
+            for i in range(30)
+        ],
         tp=tp,
         dp=dp,
     )
