@@ -1,4 +1,8 @@
-"""What a user can set: one frozen dataclass, the same from flags and from Python."""
+"""What a user can set: one frozen dataclass, made from flags or in Python.
+
+The defaults are those of megatron-core's Python API; on the command line ``--muon-momentum`` keeps
+Megatron's default of 0.9.
+"""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_muon.config import MatrixConfig
 from megatron_muon.integration.support import (
     ConfigurationError,
+    coefficient_problems,
     flag_problems,
     learning_rate_problems,
     setting_problems,
@@ -163,6 +164,9 @@ def translate_arguments(args: Any) -> None:
     args.matrix_optimizer = args.optimizer
     settings, unreadable = _read_settings(args, args.optimizer)
     problems += unreadable
+    # Coefficients that could not be read are no reason to ask for them again.
+    if settings.coefficients is not None or args.dmuon_coefficients is None:
+        problems += coefficient_problems(settings)
     problems += setting_problems(settings)
     problems += learning_rate_problems(settings, lr=args.lr, min_lr=args.min_lr)
     if problems:

@@ -24,6 +24,12 @@ from megatron_muon.integration.versions import MegatronVersionError, require_meg
 
 _CONFIG_ATTRIBUTE = "matrix_config"
 
+_WITHOUT_SETTINGS = (
+    "optimizer '{}' reached Megatron without its settings (--yaml-cfg is not supported): give it "
+    "on the command line as --optimizer, or call megatron_muon.get_matrix_optimizer with "
+    "OptimizerConfig.optimizer='adam'"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Hook:
@@ -76,10 +82,15 @@ def _with_our_settings(original: Callable[..., Any]) -> Callable[..., Any]:
 def _ours_where_asked(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_megatron_optimizer(config: Any, *args: Any, **kwargs: Any) -> Any:
+        from megatron_muon.integration.arguments import OPTIMIZERS
+        from megatron_muon.integration.builder import get_matrix_optimizer
+        from megatron_muon.integration.support import ConfigurationError
+
         settings = getattr(config, _CONFIG_ATTRIBUTE, None)
         if settings is None:
+            if getattr(config, "optimizer", None) in OPTIMIZERS:
+                raise ConfigurationError([_WITHOUT_SETTINGS.format(config.optimizer)])
             return original(config, *args, **kwargs)
-        from megatron_muon.integration.builder import get_matrix_optimizer
 
         return get_matrix_optimizer(config, *args, matrix_config=settings, **kwargs)
 

@@ -160,12 +160,6 @@ def flag_problems(args: Any, *, data_parallel_size: int) -> list[str]:
 def setting_problems(settings: MatrixConfig) -> list[str]:
     """Values of the matrix optimizer's own settings that are out of range."""
     problems = []
-    try:
-        coefficient_schedule(
-            settings.coefficient_type, settings.num_ns_steps, settings.coefficients
-        )
-    except ValueError as error:
-        problems.append(str(error))
     if settings.scale_mode not in SCALE_MODES:
         problems.append(
             f"--muon-scale-mode is '{settings.scale_mode}'; supported are {', '.join(SCALE_MODES)}"
@@ -193,6 +187,17 @@ def setting_problems(settings: MatrixConfig) -> list[str]:
     return problems
 
 
+def coefficient_problems(settings: MatrixConfig) -> list[str]:
+    """A coefficient set, or a number of steps of it, that does not exist."""
+    try:
+        coefficient_schedule(
+            settings.coefficient_type, settings.num_ns_steps, settings.coefficients
+        )
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
 def learning_rate_problems(
     settings: MatrixConfig, *, lr: float | None, min_lr: float | None
 ) -> list[str]:
@@ -205,7 +210,7 @@ def learning_rate_problems(
     """
     highest = settings.lr if settings.lr is not None else lr
     lowest = settings.min_lr if settings.min_lr is not None else min_lr
-    if highest is None or lowest is None or lowest <= highest:
+    if highest is None or lowest is None or not 0.0 <= highest < lowest:
         return []
     return [
         (
@@ -229,7 +234,7 @@ def config_problems(
         model_chunks: The wrapped model chunks.
         parameters: Their trainable parameters.
     """
-    problems = setting_problems(settings)
+    problems = [*coefficient_problems(settings), *setting_problems(settings)]
     problems += learning_rate_problems(settings, lr=config.lr, min_lr=config.min_lr)
     if config.optimizer != "adam":
         problems.append(

@@ -47,14 +47,12 @@ def require_megatron(*, training: bool) -> str:
     Raises:
         MegatronVersionError: Megatron, its training code or its version is not as needed.
     """
-    if importlib.util.find_spec("megatron") is None or not importlib.util.find_spec(
-        "megatron.core"
-    ):
+    if not _is_there("megatron.core"):
         raise MegatronVersionError(
             f"megatron_muon needs {SUPPORTED_TEXT} and found none on this Python's path: type "
             "pip install 'megatron-core>=0.19.2,<0.20', or put a Megatron-LM checkout on PYTHONPATH"
         )
-    if training and not importlib.util.find_spec("megatron.training"):
+    if training and not _is_there("megatron.training"):
         raise MegatronVersionError(
             "megatron.core is there but megatron.training is not: megatron_muon hooks Megatron's "
             "training code; type pip install 'megatron-core>=0.19.2,<0.20', or put a Megatron-LM "
@@ -63,6 +61,14 @@ def require_megatron(*, training: bool) -> str:
     version = _core_version()
     check_version(version)
     return version
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        # No megatron at all, or a file megatron.py that is no package.
+        return False
 
 
 def _core_version() -> str:

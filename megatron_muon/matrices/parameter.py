@@ -51,6 +51,12 @@ class ShardedParameter:
                 f"{self.name}: dimension {self.tp_dim} of {rows}x{cols} is cut over {self.tp} TP "
                 "ranks and does not divide evenly; use a tensor-parallel size that divides it"
             )
+        halves = 2 * (self.tp if self.tp_dim == 0 else 1)
+        if self.packing is RowPacking.GATE_UP and rows % halves:
+            raise ValueError(
+                f"{self.name}: {rows} rows of gate and up do not make two equal halves on each of "
+                f"{halves // 2} TP ranks; use an FFN size that the tensor-parallel size divides"
+            )
         covered = 0
         for start, stop in sorted(r for r in self.ranges if r[1] > r[0]):
             if start != covered:

@@ -90,7 +90,9 @@ def parse_rule(text: str) -> Rule:
         ValueError: With the text, what is wrong and what to type.
     """
     source = f"--matrix-rule '{text}'"
-    pattern, _, assignments = text.rpartition(":")
+    pattern, colon, assignments = text.rpartition(":")
+    if not colon:
+        assignments = ""
     values: dict[str, object] = {}
     for assignment in filter(None, assignments.split(",")):
         key, equals, value = (piece.strip() for piece in assignment.partition("="))

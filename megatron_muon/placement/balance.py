@@ -45,7 +45,21 @@ def assign_owners(
 def _stay_home(
     members: Sequence[int], slots: Sequence[int], held: Sequence[Mapping[int, int]]
 ) -> list[tuple[int, int]]:
-    """Deal slots of equal cost to matrices, largest piece at home first."""
+    """Deal slots of equal cost to matrices: largest piece at home first, or in order of names.
+
+    The first way is greedy and can lose to the second; what keeps more elements at home is taken.
+    """
+    by_name = list(zip(members, slots, strict=True))
+    by_piece = _largest_piece_first(members, slots, held)
+    return max(
+        (by_name, by_piece),
+        key=lambda dealt: sum(held[index].get(rank, 0) for index, rank in dealt),
+    )
+
+
+def _largest_piece_first(
+    members: Sequence[int], slots: Sequence[int], held: Sequence[Mapping[int, int]]
+) -> list[tuple[int, int]]:
     free: dict[int, int] = defaultdict(int)
     for rank in slots:
         free[rank] += 1

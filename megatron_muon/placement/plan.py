@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -230,18 +231,20 @@ def _waves(
     if not numels:
         return ()
     cap = initial_cap(owners=owners, numels=numels)
+    smallest = float("inf")
     while True:
         waves = cut_by_owner(owners=owners, numels=numels, cap=cap)
         footprints = _footprints(waves, matrices, owners, gathers, scatters)
         peak = itemsize * max(_peak(footprints, rank) for rank in range(group.size))
         if peak <= buffer_bytes:
             return waves
+        smallest = min(smallest, peak)
         if cap <= min(numels):
             largest = max(matrices, key=lambda m: m.numel)
             raise ValueError(
                 f"--dmuon-exchange-buffer-mb {buffer_bytes / 2**20:g} is too small: the largest "
-                f"matrix is {largest.name} ({largest.shape[0]}x{largest.shape[1]}), with one "
-                f"matrix per owner at a time the exchange needs {peak / 2**20:.3g} MiB; type "
-                f"--dmuon-exchange-buffer-mb {-(-peak // 2**20)}"
+                f"matrix is {largest.name} ({largest.shape[0]}x{largest.shape[1]}), and the "
+                f"exchange needs {smallest / 2**20:.3g} MiB at least; type "
+                f"--dmuon-exchange-buffer-mb {math.ceil(smallest / 2**20)}"
             )
         cap = cap * 3 // 4

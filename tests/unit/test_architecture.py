@@ -134,7 +134,8 @@ def _violations(root: Path) -> list[str]:
 
 def test_imports_point_downwards_and_files_are_short_and_named() -> None:
     assert _violations(ROOT) == []
-    parts = {path.stem for path in (ROOT / PACKAGE).iterdir() if path.name != "__pycache__"}
+    files = [path.relative_to(ROOT / PACKAGE) for path in (ROOT / PACKAGE).rglob("*.py")]
+    parts = {file.parts[0].removesuffix(".py") for file in files}
     assert parts == set(ALLOWED)
 
 
