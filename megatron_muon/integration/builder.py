@@ -17,7 +17,7 @@ from megatron.core.optimizer_param_scheduler import (
 )
 
 from megatron_muon.config import MatrixConfig
-from megatron_muon.exchange import gather_objects
+from megatron_muon.exchange import check_agreement, gather_objects
 from megatron_muon.integration.combined_optimizer import MATRIX_GROUP_KEY
 from megatron_muon.integration.distributed_optimizer import (
     MatrixChainedOptimizer,
@@ -26,6 +26,7 @@ from megatron_muon.integration.distributed_optimizer import (
 )
 from megatron_muon.integration.model_parameters import ModelParameter, model_parameters
 from megatron_muon.integration.report import RoutedParameter, startup_report
+from megatron_muon.integration.stage import make_rule, plan_stage
 from megatron_muon.integration.support import ConfigurationError, config_problems
 from megatron_muon.matrices import RowPacking, Rule, merged_rule, route, unmatched_rules
 
@@ -68,16 +69,9 @@ def get_matrix_optimizer(
     routed, problems = _route_all(found, settings)
     problems += config_problems(config, settings, model_chunks, found)
     _raise_on_every_rank(problems, settings.rules, [p.name for p in found])
+    setup = _plan_together(settings, routed, model_chunks, tp_group, exchange_group)
 
     base = get_standard_config_overrides(config) if config_overrides is None else config_overrides
-    setup = MatrixSetup(
-        config=settings,
-        matrices=tuple((r.parameter, r.split) for r in routed if r.route.optimizer == "matrix"),
-        names={p.tensor: p.name for p in found},
-        tp=tp_group.size(),
-        tp_rank=tp_group.rank(),
-        exchange_group=exchange_group,
-    )
     with _our_classes(setup):
         optimizer = original_factory(
             config,
@@ -103,6 +97,42 @@ def _groups(pg_collection: Any) -> tuple[Any, Any]:
     return pg_collection.tp, pg_collection.tp_dp_cp
 
 
+def _plan_together(
+    settings: MatrixConfig,
+    routed: Sequence[RoutedParameter],
+    model_chunks: Sequence[Any],
+    tp_group: Any,
+    exchange_group: Any,
+) -> MatrixSetup:
+    """Rule and plan of this stage, compared with those of the other ranks."""
+    device = next(p.device for chunk in model_chunks for p in chunk.parameters())
+    matrices = [(r.parameter, r.split) for r in routed if r.route.optimizer == "matrix"]
+    problems = []
+    try:
+        rule = make_rule(settings, device)
+        plan = plan_stage(settings, rule, matrices, model_chunks, tp=tp_group.size())
+    except ValueError as error:
+        problems.append(str(error))
+    _raise_on_every_rank(problems)
+    dp_rank = next(
+        (b.data_parallel_group.rank() for chunk in model_chunks for b in chunk.buffers),
+        exchange_group.rank() // tp_group.size(),
+    )
+    check_agreement(
+        digest=plan.digest,
+        expected_rank=plan.group.rank(tp_rank=tp_group.rank(), dp_rank=dp_rank),
+        group=exchange_group,
+        device=device,
+    )
+    return MatrixSetup(
+        rule=rule,
+        plan=plan,
+        names={r.parameter.tensor: r.parameter.name for r in routed},
+        exchange_group=exchange_group,
+        device=device,
+    )
+
+
 def _route_all(
     found: Sequence[ModelParameter], settings: MatrixConfig
 ) -> tuple[list[RoutedParameter], list[str]]:
@@ -126,7 +156,7 @@ def _route_all(
 
 
 def _raise_on_every_rank(
-    problems: Sequence[str], rules: Sequence[Rule], names: Sequence[str]
+    problems: Sequence[str], rules: Sequence[Rule] = (), names: Sequence[str] = ()
 ) -> None:
     """Raise the problems of all ranks on all ranks, so that none is left waiting.
 

@@ -12,27 +12,15 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-from megatron_muon.config import MatrixConfig
-from megatron_muon.exchange import Exchange, GroupTransport, check_agreement
+from megatron_muon.exchange import Exchange, GroupTransport
 from megatron_muon.integration.combined_optimizer import (
     MATRIX_GROUP_KEY,
     MOMENTUM_KEY,
     CombinedOptimizer,
 )
-from megatron_muon.integration.model_parameters import ModelParameter
-from megatron_muon.linalg import (
-    coefficient_schedule,
-    newton_schulz_flops,
-    resolve_compute_dtype,
-)
-from megatron_muon.matrices import (
-    LogicalMatrix,
-    ShardedParameter,
-    data_parallel_ranges,
-    logical_matrices,
-)
+from megatron_muon.integration.stage import EXCHANGE_DTYPE
 from megatron_muon.optim import MatrixRange, MuonRule, muon_step
-from megatron_muon.placement import ExchangeGroup, Plan, make_plan
+from megatron_muon.placement import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,20 +28,18 @@ class MatrixSetup:
     """What the builder hands to every ``MatrixDistributedOptimizer``.
 
     Attributes:
-        config: The user's settings.
-        matrices: The parameters that go to the matrix optimizer, with their split decided.
+        rule: The update rule.
+        plan: The plan of this pipeline stage.
         names: Name of every trainable parameter.
-        tp: Tensor-parallel size.
-        tp_rank: This rank's tensor-parallel rank.
         exchange_group: Process group of TP x DP x CP of this pipeline stage.
+        device: Device of parameters and buffers.
     """
 
-    config: MatrixConfig
-    matrices: tuple[tuple[ModelParameter, bool], ...]
+    rule: MuonRule
+    plan: Plan
     names: dict[torch.nn.Parameter, str]
-    tp: int
-    tp_rank: int
     exchange_group: torch.distributed.ProcessGroup
+    device: torch.device
 
 
 class MatrixDistributedOptimizer(DistributedOptimizer):
@@ -90,7 +76,15 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
         super().__init__(inner, config, grad_scaler, init_state_fn, **kwargs)
         self._main_shards = self._find_main_shards()
         self.optimizer.initialize_state(config)
-        self._build_exchange()
+        self.rule, self.plan = self.setup.rule, self.setup.plan
+        self.exchange = Exchange(
+            self.plan,
+            rank=self.setup.exchange_group.rank(),
+            transport=GroupTransport(self.setup.exchange_group),
+            dtype=EXCHANGE_DTYPE,
+            device=self.setup.device,
+        )
+        self._tensors = {name: tensor for tensor, name in self.setup.names.items()}
         self.optimizer.attach_matrices(self._step_matrices)
 
     # ---- matrices -----------------------------------------------------------------------------
@@ -110,76 +104,6 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
             for model_groups, main_groups in pairs
             for models, mains in zip(model_groups, main_groups, strict=True)
             for model, main in zip(models, mains, strict=True)
-        }
-
-    def _build_exchange(self) -> None:
-        setup = self.setup
-        dp = self.data_parallel_group.size()
-        layout = self._buffer_layout()
-        group = ExchangeGroup(tp=setup.tp, dp=dp)
-        parameters: list[ShardedParameter] = []
-        matrices: list[LogicalMatrix] = []
-        self._tensors: dict[str, torch.nn.Parameter] = {}
-        for entry, split in setup.matrices:
-            if entry.tensor not in layout:
-                continue
-            parameter = _sharded_parameter(entry, layout[entry.tensor], tp=setup.tp, dp=dp)
-            parameters.append(parameter)
-            matrices.extend(logical_matrices(parameter, split=split))
-            self._tensors[entry.name] = entry.tensor
-        device = self.buffers[0].grad_data.device
-        config = setup.config
-        compute_dtype = resolve_compute_dtype(config.compute_dtype, device)
-        schedule = coefficient_schedule(
-            config.coefficient_type,
-            config.num_ns_steps,
-            config.coefficients,
-            compute_dtype=compute_dtype,
-        )
-        self.rule = MuonRule(
-            momentum=config.momentum,
-            nesterov=config.nesterov,
-            schedule=schedule,
-            scale_mode=config.scale_mode,
-            extra_scale_factor=config.extra_scale_factor,
-            compute_dtype=compute_dtype,
-        )
-        self.plan = make_plan(
-            group=group,
-            parameters=parameters,
-            matrices=matrices,
-            cost=lambda m, n: newton_schulz_flops(m, n, len(schedule)),
-            itemsize=torch.float32.itemsize,
-            buffer_bytes=int(config.exchange_buffer_mb * 2**20),
-        )
-        rank = setup.exchange_group.rank()
-        check_agreement(
-            digest=self.plan.digest,
-            expected_rank=group.rank(
-                tp_rank=setup.tp_rank, dp_rank=self.data_parallel_group.rank()
-            ),
-            group=setup.exchange_group,
-            device=device,
-        )
-        self.exchange = Exchange(
-            self.plan,
-            rank=rank,
-            transport=GroupTransport(setup.exchange_group),
-            dtype=torch.float32,
-            device=device,
-        )
-
-    def _buffer_layout(self) -> dict[torch.nn.Parameter, tuple[int, int, int, int]]:
-        """(start, stop, bucket start, bucket numel) in the gradient buffer, per parameter."""
-        return {
-            parameter: (
-                start,
-                stop,
-                buffer.buckets[bucket].offset,
-                buffer.buckets[bucket].grad_data.numel(),
-            )
-            for buffer in self.buffers
-            for parameter, (start, stop, bucket) in buffer.param_index_map.items()
         }
 
     def _step_matrices(self) -> None:
@@ -359,29 +283,3 @@ class MatrixChainedOptimizer(ChainedOptimizer):
             return False
         stepped: bool = super().step_with_ready_grads()
         return stepped
-
-
-def _sharded_parameter(
-    entry: ModelParameter, place: tuple[int, int, int, int], *, tp: int, dp: int
-) -> ShardedParameter:
-    rows, cols = entry.tensor.shape
-    if entry.tp_dim == 0:
-        rows *= tp
-    elif entry.tp_dim == 1:
-        cols *= tp
-    start, stop, bucket_start, bucket_numel = place
-    return ShardedParameter(
-        name=entry.name,
-        global_shape=(rows, cols),
-        tp_dim=entry.tp_dim,
-        tp=tp,
-        ranges=data_parallel_ranges(
-            start=start,
-            stop=stop,
-            bucket_start=bucket_start,
-            bucket_numel=bucket_numel,
-            dp=dp,
-        ),
-        packing=entry.packing,
-        part_rows=entry.part_rows,
-    )

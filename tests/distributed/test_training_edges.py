@@ -263,6 +263,7 @@ def test_ranks_with_different_plans_do_not_start(ranks: Ranks) -> None:
     assert all("ranks [2]" in message for message in messages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tp", "dp", "pp"), [(2, 2, 1), (1, 4, 1), (2, 1, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_resumed_run_is_bit_equal(

@@ -40,7 +40,15 @@ def variant(tp: int, dp: int, *, demanding: bool) -> Run:
 
 
 @pytest.mark.parametrize("demanding", [False, True], ids=["plain-clipped", "overlap-sp-waves"])
-@pytest.mark.parametrize(("tp", "dp"), LAYOUTS, ids=[f"TP{t}xDP{d}" for t, d in LAYOUTS])
+@pytest.mark.parametrize(
+    ("tp", "dp"),
+    [
+        pytest.param(
+            tp, dp, id=f"TP{tp}xDP{dp}", marks=[pytest.mark.slow] if tp * dp > 4 or tp == 4 else []
+        )
+        for tp, dp in LAYOUTS
+    ],
+)
 def test_every_update_equals_the_reference(ranks: Ranks, tp: int, dp: int, demanding: bool) -> None:
     run = variant(tp, dp, demanding=demanding)
     results = ranks(run.world_size, train, run)
@@ -99,6 +107,7 @@ def distance(results: list[dict[str, Any]], base: dict[str, Any]) -> float:
     return off / gone
 
 
+@pytest.mark.slow
 def test_layouts_differ_no_more_than_adamw_does(ranks: Ranks) -> None:
     """Whole runs at several layouts end as close together as AdamW's, times three."""
     worst = {}
@@ -148,9 +157,9 @@ class TestAWrongVariantFails:
         return errors_against_reference(run, ranks(4, train, run)[0], QUINTIC).matrix
 
     def test_blockwise_per_tp_shard(self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-        from megatron_muon.integration import distributed_optimizer
+        from megatron_muon.integration import stage
 
-        original = distributed_optimizer.logical_matrices
+        original = stage.logical_matrices
 
         def one_matrix_per_tp_shard(parameter: Any, *, split: bool) -> Any:
             import dataclasses
@@ -171,7 +180,7 @@ class TestAWrongVariantFails:
                     )
             return tuple(found)
 
-        monkeypatch.setattr(distributed_optimizer, "logical_matrices", one_matrix_per_tp_shard)
+        monkeypatch.setattr(stage, "logical_matrices", one_matrix_per_tp_shard)
         assert self.error(ranks) > 1e-2
 
     def test_qkv_not_split(self, ranks: Ranks) -> None:
