@@ -55,7 +55,7 @@ TRAINING_FLAGS = (
 # The timers are written at logging level INFO (20).
 LOG_FLAGS = "--log-interval 1 --timing-log-level 1 --timing-log-option max --logging-level 20"
 # Chosen by the loss on held-out text, one seed: adam has the best of 1e-3, 2e-3 and 4e-3; dmuon has
-# adam's rate for all but the matrices, and for those the best of 2e-3, 4e-3 and 1e-2. The scale mode
+# adam's rate for all but the matrices, and for those the best of 2e-3, 4e-3, 1e-2. The scale mode
 # gives matrix updates about the size of Adam's.
 OPTIMIZER_FLAGS = {
     "dmuon": "--optimizer dmuon --muon-scale-mode match_rms_adamw --muon-momentum 0.95"
