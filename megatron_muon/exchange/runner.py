@@ -104,6 +104,7 @@ class Exchange:
             apply: Called once per wave after its return.
         """
         self.counters = ExchangeCounters()
+        self._alive = 0
         programs = self._programs
         if not programs:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
@@ -68,7 +69,8 @@ def get_matrix_optimizer(
     found = model_parameters(model_chunks, tp=tp_group.size())
     routed, problems = _route_all(found, settings)
     problems += config_problems(config, settings, model_chunks, found)
-    _raise_on_every_rank(problems, settings.rules, [p.name for p in found])
+    _raise_on_every_rank(problems, settings.rules, [p.rule_name for p in found])
+    _raise_on_every_rank(_unequal_settings(settings, config))
     setup = _plan_together(settings, routed, model_chunks, tp_group, exchange_group)
 
     base = get_standard_config_overrides(config) if config_overrides is None else config_overrides
@@ -82,6 +84,11 @@ def get_matrix_optimizer(
             dump_param_to_param_group_map=dump_param_to_param_group_map,
         )
     assert isinstance(optimizer, MatrixChainedOptimizer)
+    for group in optimizer.param_groups:
+        # Megatron leaves this to its scheduler; a loop of one's own may have none.
+        group["lr"] = group["max_lr"]
+        decay = group.get("start_wd", config.weight_decay)
+        group["weight_decay"] = decay * group.get("wd_mult", 1.0)
     if torch.distributed.get_rank() == 0:
         print(startup_report(settings, routed, optimizer), flush=True)
     return optimizer
@@ -94,7 +101,27 @@ def _groups(pg_collection: Any) -> tuple[Any, Any]:
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
         )
+    missing = [name for name in ("tp", "tp_dp_cp") if getattr(pg_collection, name, None) is None]
+    if missing:
+        absent = " and ".join(missing)
+        raise ConfigurationError(
+            [f"pg_collection lacks {absent} (TP x DP x CP): give it or pass pg_collection=None"]
+        )
     return pg_collection.tp, pg_collection.tp_dp_cp
+
+
+def _unequal_settings(settings: MatrixConfig, config: OptimizerConfig) -> list[str]:
+    """Settings that are not the same on all ranks: none of them would notice, all would diverge."""
+    mine = {f"MatrixConfig.{f.name}": getattr(settings, f.name) for f in fields(settings)}
+    for name in ("lr", "min_lr", "weight_decay", "clip_grad"):
+        mine[f"OptimizerConfig.{name}"] = getattr(config, name)
+    first, *others = gather_objects(mine)
+    return [
+        f"rank {rank} has {name}={theirs[name]!r}, rank 0 has {first[name]!r}: start all alike"
+        for rank, theirs in enumerate(others, start=1)
+        for name in first
+        if theirs[name] != first[name]
+    ]
 
 
 def _plan_together(
@@ -139,7 +166,7 @@ def _route_all(
     """Every parameter's route, and what is wrong with the user's rules."""
     routed, problems = [], []
     for parameter in found:
-        rule = merged_rule(settings.rules, parameter.name)
+        rule = merged_rule(settings.rules, parameter.rule_name)
         try:
             chosen = route(parameter.facts, rule)
         except ValueError as error:

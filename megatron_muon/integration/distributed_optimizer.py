@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import Any, ClassVar
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer.optimizer import ChainedOptimizer, param_group_identifier_keys
+from megatron.core.utils import log_single_rank
 
 from megatron_muon.exchange import Exchange, GroupTransport
 from megatron_muon.integration.combined_optimizer import (
@@ -21,6 +23,8 @@ from megatron_muon.integration.combined_optimizer import (
 from megatron_muon.integration.stage import EXCHANGE_DTYPE
 from megatron_muon.optim import MatrixRange, MuonRule, muon_step
 from megatron_muon.placement import Plan
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,9 +178,15 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` and ``sharded_state_dict`` give."""
+        """Load what ``state_dict`` and ``sharded_state_dict`` give.
+
+        Learning rates, weight decay and rules may differ from those of the saved run: the current
+        ones hold. State is matched by parameter name, so a group carries nothing but numbers.
+        """
         self.optimizer.initialize_state(self.config)
-        super().load_state_dict(state_dict)
+        saved = state_dict["optimizer"]["param_groups"]
+        groups = [_resumed_group(group, saved) for group in self.optimizer.param_groups]
+        super().load_state_dict({**state_dict, "optimizer": {"param_groups": groups}})
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The base class's, for ``dp_reshardable`` only.
@@ -280,6 +290,30 @@ class MatrixChainedOptimizer(ChainedOptimizer):
         """Step all optimizers, or none and return False."""
         norm, self._last_norm = float(self._last_norm), 0.0
         if not math.isfinite(norm):
+            log_single_rank(
+                logger,
+                logging.WARNING,
+                f"megatron_muon: the gradient norm is {norm}, the step is skipped on all ranks",
+            )
             return False
         stepped: bool = super().step_with_ready_grads()
         return stepped
+
+
+def _resumed_group(current: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:
+    """The saved group most like a current one, with the current one's identity.
+
+    Megatron pairs groups by a tuple that holds learning rates and weight decay, and fails on any
+    change of them with a bare ``KeyError``.
+    """
+
+    def likeness(group: dict[str, Any]) -> tuple[bool, int]:
+        equal = [group.get(key) == current.get(key) for key in param_group_identifier_keys]
+        return group.get("optimizer") == current.get("optimizer"), sum(equal)
+
+    resumed: dict[str, Any] = dict(sorted(saved, key=likeness)[-1])
+    for key in param_group_identifier_keys:
+        resumed.pop(key, None)
+        if key in current:
+            resumed[key] = current[key]
+    return resumed

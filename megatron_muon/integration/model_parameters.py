@@ -10,6 +10,9 @@ import torch
 
 from megatron_muon.matrices import ParameterFacts, RowPacking
 
+TIED_EMBEDDING = "embedding.word_embeddings.weight"
+"""Megatron's name of the embedding that the output layer may share."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParameter:
@@ -36,6 +39,17 @@ class ModelParameter:
     def name(self) -> str:
         """Name in the model, without wrapper prefixes."""
         return self.facts.name
+
+    @property
+    def rule_name(self) -> str:
+        """Name that the user's rules are matched with.
+
+        The last pipeline stage calls its copy of a tied embedding ``output_layer.weight``; one
+        weight must follow one rule, so both copies go by the embedding's name.
+        """
+        if self.facts.is_tied and self.name.endswith("output_layer.weight"):
+            return TIED_EMBEDDING
+        return self.name
 
 
 def model_parameters(

@@ -17,7 +17,7 @@ class ParameterFacts:
         is_linear_weight: The weight of a linear layer.
         is_embedding_or_output: Word or position embedding, or the output layer.
         is_router: A mixture-of-experts router.
-        is_tied: Shared between pipeline stages, or between embedding and output.
+        is_tied: A copy of it is on another pipeline stage (tied embedding and output).
     """
 
     name: str
@@ -62,10 +62,17 @@ def route(facts: ParameterFacts, rule: Rule) -> Route:
     """The route of one parameter; the user's rule comes first.
 
     Raises:
-        ValueError: A rule sends a parameter that is not 2-D to the matrix optimizer.
+        ValueError: A rule sends a parameter that is not 2-D, or is tied across pipeline stages, to
+            the matrix optimizer.
     """
     if rule.optimizer is None:
         return default_route(facts)
+    if rule.optimizer == "matrix" and facts.is_tied:
+        raise ValueError(
+            f"a rule sends {facts.name} to the matrix optimizer, but it is tied to a copy on "
+            "another pipeline stage, and the copies would drift apart; leave it to Adam, or untie "
+            "the weights"
+        )
     if rule.optimizer == "matrix" and facts.ndim != 2:
         raise ValueError(
             f"a rule sends {facts.name} to the matrix optimizer, but it has {facts.ndim} "

@@ -253,10 +253,13 @@ def test_ranks_with_different_plans_do_not_start(ranks: Ranks) -> None:
         from megatron_muon.exchange import PlanMismatchError
 
         layout(tp=2)
-        wrapped = tiny_gpt.wrap_ddp(tiny_gpt.build_gpt())
-        config = MatrixConfig(split_qkv=rank != 2)
+        wrapped = tiny_gpt.wrap_ddp(
+            tiny_gpt.build_gpt(),
+            overlap_grad_reduce=True,
+            bucket_size=2_000 if rank == 2 else 4_000,
+        )
         with pytest.raises(PlanMismatchError) as refused:
-            make_optimizer(Run(config=config), wrapped)
+            make_optimizer(Run(), wrapped)
         return str(refused.value)
 
     messages = ranks(4, body)
@@ -350,3 +353,122 @@ def test_scheduler_is_used(ranks: Ranks) -> None:
 
     (groups,) = ranks(1, body)
     assert groups == {("dmuon", 0.0115), (None, 0.0065)}
+
+
+@pytest.mark.parametrize(
+    "rank_two",
+    [
+        MatrixConfig(momentum=0.8),
+        MatrixConfig(nesterov=True),
+        MatrixConfig(scale_mode="unit_rms_norm"),
+        MatrixConfig(rules=(Rule(pattern="*.linear_proj.weight", lr_mult=0.5),)),
+        MatrixConfig(rules=(Rule(pattern="nothing", lr_mult=0.5),)),
+        MatrixConfig(exchange_buffer_mb=0.01),
+    ],
+)
+def test_ranks_with_different_settings_do_not_start(ranks: Ranks, rank_two: MatrixConfig) -> None:
+    """Nobody would notice: every rank would apply another update to its own range."""
+
+    def body(rank: int) -> str:
+        layout(tp=2)
+        wrapped = tiny_gpt.wrap_ddp(tiny_gpt.build_gpt())
+        config = rank_two if rank == 2 else MatrixConfig()
+        with pytest.raises(ValueError) as refused:
+            make_optimizer(Run(config=config), wrapped)
+        return str(refused.value)
+
+    (message,) = set(ranks(4, body, timeout=60))
+    assert "rank 2 has MatrixConfig." in message
+
+
+@pytest.mark.parametrize("field", ["lr_mult", "wd_mult"])
+def test_both_copies_of_a_tied_embedding_follow_one_rule(ranks: Ranks, field: str) -> None:
+    """The last pipeline stage calls its copy ``output_layer.weight``."""
+
+    def body(rank: int) -> torch.Tensor:
+        layout(pp=2)
+        wrapped = tiny_gpt.wrap_ddp(tiny_gpt.build_gpt(tied=True))
+        rule = Rule(pattern="embedding.*", **{field: 0.25})
+        optimizer = make_optimizer(Run(config=MatrixConfig(rules=(rule,))), wrapped)
+        for step in range(2):
+            _gradients(wrapped, optimizer, step)
+            assert optimizer.step()[0]
+        return tiny_gpt.gather_full(wrapped)["embedding.word_embeddings.weight"]
+
+    first, last = ranks(2, body)
+    assert torch.equal(first, last)
+
+
+def test_a_tied_embedding_cannot_be_a_matrix(ranks: Ranks) -> None:
+    def body(rank: int) -> str:
+        layout(pp=2)
+        wrapped = tiny_gpt.wrap_ddp(tiny_gpt.build_gpt(tied=True))
+        rule = Rule(pattern="embedding.*", optimizer="matrix")
+        with pytest.raises(ValueError) as refused:
+            make_optimizer(Run(config=MatrixConfig(rules=(rule,))), wrapped)
+        return str(refused.value)
+
+    (message,) = set(ranks(2, body))
+    assert "tied to a copy on another pipeline stage" in message
+
+
+def test_rates_hold_without_a_scheduler(ranks: Ranks) -> None:
+    """A loop of one's own need not have Megatron's scheduler."""
+
+    def body(rank: int) -> Any:
+        layout()
+        wrapped = tiny_gpt.wrap_ddp(tiny_gpt.build_gpt())
+        rules = (Rule(pattern="*.linear_proj.weight", lr_mult=0.0, wd_mult=0.0),)
+        config = MatrixConfig(lr=4e-2, weight_decay=0.3, rules=rules)
+        optimizer = make_optimizer(Run(config=config), wrapped)
+        first = tiny_gpt.gather_full(wrapped)
+        _gradients(wrapped, optimizer, 0)
+        assert optimizer.step()[0]
+        last = tiny_gpt.gather_full(wrapped)
+        groups = {(g.get("optimizer"), g["lr"], g["weight_decay"]) for g in optimizer.param_groups}
+        return groups, {n for n in first if torch.equal(first[n], last[n])}
+
+    ((groups, unchanged),) = ranks(1, body)
+    assert groups == {
+        ("dmuon", 4e-2, 0.3),
+        ("dmuon", 0.0, 0.0),
+        (None, 2e-2, 0.1),
+        (None, 2e-2, 0.0),
+    }
+    assert unchanged == {f"decoder.layers.{i}.self_attention.linear_proj.weight" for i in (0, 1)}
+
+
+def test_resume_with_other_rates_and_rules(ranks: Ranks, tmp_path: Path) -> None:
+    """Megatron fails with a bare ``KeyError`` on any change of a learning rate (M#2625)."""
+    ranks(2, _train_between, Run(tp=2), 0, 3, None, str(tmp_path))
+    changed = MatrixConfig(
+        lr=5e-3, weight_decay=0.3, rules=(Rule(pattern="*.linear_fc2.weight", lr_mult=0.5),)
+    )
+    same = ranks(2, _train_between, Run(tp=2), 3, 4, str(tmp_path), None)
+    other = ranks(2, _train_between, Run(tp=2, config=changed), 3, 4, str(tmp_path), None)
+    # The same weights before the first resumed step, other rates in it.
+    assert same[0]["losses"] == other[0]["losses"]
+    assert same[0]["weights"] != other[0]["weights"]
+    assert {g["step"] for g in other[0]["groups"]} == {4}
+    rates = {g["max_lr"] for g in other[0]["groups"] if g.get("optimizer") == "dmuon"}
+    assert rates == {5e-3, 2.5e-3}
+
+
+def test_process_groups_without_the_exchange_group_are_refused(ranks: Ranks) -> None:
+    def body(rank: int) -> str:
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        import megatron_muon
+
+        layout()
+        wrapped = tiny_gpt.wrap_ddp(tiny_gpt.build_gpt())
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        groups.tp_dp_cp = None
+        config = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True)
+        with pytest.raises(ValueError) as refused:
+            megatron_muon.get_matrix_optimizer(config, [wrapped], pg_collection=groups)
+        return str(refused.value)
+
+    (message,) = ranks(1, body)
+    assert "pg_collection lacks tp_dp_cp" in message
