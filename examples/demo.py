@@ -282,10 +282,22 @@ def plot(results: list[RunResult], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def settings_of(results: list[RunResult]) -> str:
+    """What the table was measured with, for whoever finds it alone."""
+    lines = [f"- {r.optimizer}: `{OPTIMIZER_FLAGS[r.optimizer]}`" for r in results]
+    lines += [
+        f"- both, on {RANKS} CPU ranks: `{MODEL_FLAGS} {PARALLEL_FLAGS} {TRAINING_FLAGS}`",
+        f"- torch {version('torch')}, megatron-core {version('megatron-core')}, one seed",
+        f"- {os.cpu_count()} cores; times mean little when the machine is busy with something else",
+        "- Megatron prints the mean of iterations 1 and 2 as the loss of iteration 2",
+    ]
+    return "\n".join(lines)
+
+
 def write_results(results: list[RunResult], iterations: int, out: Path) -> str:
     """Writes the table, the numbers behind it and the picture; returns the table."""
     markdown = table(results, iterations)
-    (out / "result.md").write_text(markdown + "\n")
+    (out / "result.md").write_text(f"{markdown}\n\n{settings_of(results)}\n")
     numbers = {
         "flags": {
             "model": MODEL_FLAGS,

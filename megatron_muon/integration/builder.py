@@ -192,9 +192,10 @@ def _raise_on_every_rank(
     everyone = gather_objects((list(problems), set(unmatched_rules(rules, names))))
     unmatched = set.intersection(*(theirs for _, theirs in everyone))
     merged = list(dict.fromkeys(problem for theirs, _ in everyone for problem in theirs))
+    example = next((n for n in names if "linear" in n), "decoder.layers.0.mlp.linear_fc1.weight")
     merged += [
         f"rule '{pattern}' (--matrix-rule or --matrix-rules) matches no trainable parameter; names "
-        f"look like '{names[0] if names else 'decoder.layers.0.mlp.linear_fc1.weight'}', correct "
+        f"look like '{example}', correct "
         "the pattern or remove the rule"
         for pattern in sorted(unmatched)
     ]

@@ -46,6 +46,11 @@ def main(argv: Sequence[str]) -> int:
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     try:
         require_megatron(training=True)
+        if not on_cpu and not _has_gpu():
+            return _refuse(
+                "no CUDA GPU was found; to run on CPU put --cpu before the script: "
+                f"python -m megatron_muon.launch --cpu {script} …"
+            )
         if on_cpu:
             from megatron_muon import cpu
 
@@ -78,6 +83,13 @@ def missing_flags(given: Sequence[str], defaults: Sequence[str]) -> list[str]:
         if keep:
             result.append(word)
     return result
+
+
+def _has_gpu() -> bool:
+    # Imported late: a missing Megatron is to be said even where torch is missing too.
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _refuse(message: str) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from fnmatch import fnmatchcase
 from typing import Any
 
 from megatron_muon.config import MatrixConfig
@@ -52,6 +53,7 @@ def startup_report(
             )
         ],
     )
+    lines += _wishes(settings, routed)
     for child in optimizer.chained_optimizers:
         plan: Plan | None = child.plan
         if plan is None:
@@ -68,6 +70,31 @@ def startup_report(
         )
         lines += _balance(plan, settings, child)
     return "\n".join(lines)
+
+
+def _wishes(settings: MatrixConfig, routed: Sequence[RoutedParameter]) -> list[str]:
+    """What the user asked for, and how many parameters each rule reaches."""
+    lines = []
+    for rule in settings.rules:
+        wanted = [
+            f"{field.name}={value}"
+            for field in fields(rule)
+            if field.name != "pattern" and (value := getattr(rule, field.name)) is not None
+        ]
+        reached = sum(fnmatchcase(r.parameter.rule_name, rule.pattern) for r in routed)
+        lines.append(f"rule {rule.pattern}: {', '.join(wanted)}; reaches {reached} parameters here")
+    apart = [
+        f"{what} {value:g}"
+        for what, value in (
+            ("learning rate", settings.lr),
+            ("minimum learning rate", settings.min_lr),
+            ("weight decay", settings.weight_decay),
+        )
+        if value is not None
+    ]
+    if apart:
+        lines.append(f"matrices have their own {', '.join(apart)}")
+    return lines
 
 
 def _grouped(
@@ -118,7 +145,7 @@ def _balance(plan: Plan, settings: MatrixConfig, child: Any) -> list[str]:
     lines = [
         (
             f"{len(plan.matrices)} matrices, {plan.group.size} owners (TP {plan.group.tp} x DP "
-            f"{plan.group.dp}), {len(plan.waves)} waves; owner load max/mean {reached:.3f}, best "
+            f"{plan.group.dp}), waves: {len(plan.waves)}; owner load max/mean {reached:.3f}, best "
             f"possible {bound:.3f}; busiest owner has {max(owners.values())} matrices, "
             f"{max(load.flops for load in loads) / 1e9:.3g} GFLOP a step"
         ),

@@ -472,3 +472,18 @@ def test_process_groups_without_the_exchange_group_are_refused(ranks: Ranks) -> 
 
     (message,) = ranks(1, body)
     assert "pg_collection lacks tp_dp_cp" in message
+
+
+@pytest.mark.parametrize("dp", [1, 4])
+def test_resume_at_another_data_parallel_size(ranks: Ranks, tmp_path: Path, dp: int) -> None:
+    """The flat state of each parameter is cut anew; buckets and ranges may lie elsewhere."""
+    saved = Run(tp=1, dp=2, overlap=True)
+    ranks(2, _train_between, saved, 0, 3, None, str(tmp_path))
+    straight = ranks(2, _train_between, saved, 3, 6, str(tmp_path), None)[0]
+    other = dataclasses.replace(saved, dp=dp)
+    resumed = ranks(dp, _train_between, other, 3, 6, str(tmp_path), None)[0]
+    assert resumed["losses"] == pytest.approx(straight["losses"], rel=1e-6)
+    for name, value in straight["weights"].items():
+        expected = torch.frombuffer(bytearray(value), dtype=torch.float32)
+        found = torch.frombuffer(bytearray(resumed["weights"][name]), dtype=torch.float32)
+        assert torch.allclose(found, expected, rtol=0, atol=2e-5), name

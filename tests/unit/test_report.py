@@ -146,7 +146,7 @@ def test_owners_waves_and_bytes_are_those_of_the_plan() -> None:
     plan = stage_of(entries, tp=2, dp=3).plan()
     lines = _report(ROUTED, _child(plan, dp=3))
     (owners,) = (line for line in lines if " owners (" in line)
-    assert owners.startswith("12 matrices, 6 owners (TP 2 x DP 3), 1 waves; owner load max/mean")
+    assert owners.startswith("12 matrices, 6 owners (TP 2 x DP 3), waves: 1; owner load max/mean")
     assert "max/mean 1.000, best possible 1.000; busiest owner has 2 matrices" in owners
     assert owners.endswith(f"{2 * 512 * 256 * 256 / 1e9:.3g} GFLOP a step")
     (exchange,) = (line for line in lines if line.startswith("exchange: "))

@@ -161,3 +161,14 @@ def test_what_our_checks_refuse_is_a_sentence_and_not_a_traceback(
     assert capsys.readouterr().err == (
         "megatron_muon: 2 configuration problems\n  - one\n  - two\n"
     )
+
+
+def test_without_a_gpu_the_cpu_flag_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megatron_muon.integration import launcher
+
+    monkeypatch.setattr(launcher, "require_megatron", lambda training: "0.19.2")
+    monkeypatch.setattr(launcher, "_has_gpu", lambda: False)
+    assert main([_script(tmp_path)]) == 2
+    assert "put --cpu before the script" in capsys.readouterr().err
