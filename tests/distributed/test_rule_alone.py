@@ -20,15 +20,8 @@ from tests.distributed.prescribed import (
     plan_of,
     run_rank,
 )
-from tests.reference.muon import ReferenceMuon
+from tests.reference.muon import QUINTIC, ReferenceMuon
 
-QUINTIC = [
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
-]
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4), (1, 3), (2, 3)]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 

@@ -10,16 +10,10 @@ import torch
 
 from megatron_muon.config import MatrixConfig
 from tests.distributed.training import Run, errors_against_reference, train
+from tests.reference.muon import QUINTIC
 
 Ranks = Callable[..., list[Any]]
 
-QUINTIC = [
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
-]
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4)]
 SEVERAL_WAVES = MatrixConfig(exchange_buffer_mb=0.042)
 """So small that the tiny GPT takes several waves at every layout of more than one rank."""
