@@ -14,7 +14,7 @@ from megatron_muon.integration.support import (
     learning_rate_problems,
     setting_problems,
 )
-from megatron_muon.linalg import SCALE_MODES, parse_coefficients
+from megatron_muon.linalg import COMPUTE_POLICIES, SCALE_MODES, parse_coefficients
 from megatron_muon.matrices import Rule, load_rules, parse_rule
 
 OPTIMIZERS = ("dmuon",)
@@ -73,14 +73,14 @@ def add_matrix_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     )
     group.add_argument(
         "--dmuon-compute-dtype",
-        default="auto",
-        choices=["auto", "bf16", "fp32", "fp64"],
+        default=MatrixConfig.compute_dtype,
+        choices=COMPUTE_POLICIES,
         help="Element type of the Newton-Schulz iteration; auto takes bf16 where it is fast.",
     )
     group.add_argument(
         "--dmuon-exchange-buffer-mb",
         type=float,
-        default=512.0,
+        default=MatrixConfig.exchange_buffer_mb,
         help="Bound on a rank's exchange buffers and assembled matrices, in MiB.",
     )
     return parser
@@ -199,8 +199,10 @@ def _refuse_stray_flags(args: Any) -> None:
         "--matrix-rules": args.matrix_rules is not None,
         "--dmuon-no-split-gate-up": not args.dmuon_split_gate_up,
         "--dmuon-coefficients": args.dmuon_coefficients is not None,
-        "--dmuon-compute-dtype": args.dmuon_compute_dtype != "auto",
-        "--dmuon-exchange-buffer-mb": args.dmuon_exchange_buffer_mb != 512.0,
+        "--dmuon-compute-dtype": args.dmuon_compute_dtype != MatrixConfig.compute_dtype,
+        "--dmuon-exchange-buffer-mb": (
+            args.dmuon_exchange_buffer_mb != MatrixConfig.exchange_buffer_mb
+        ),
     }
     problems = [
         f"{flag} has no effect with --optimizer {args.optimizer}: remove it or type "

@@ -195,8 +195,7 @@ def _raise_on_every_rank(
     example = next((n for n in names if "linear" in n), "decoder.layers.0.mlp.linear_fc1.weight")
     merged += [
         f"rule '{pattern}' (--matrix-rule or --matrix-rules) matches no trainable parameter; names "
-        f"look like '{example}', correct "
-        "the pattern or remove the rule"
+        f"look like '{example}', correct the pattern or remove the rule"
         for pattern in sorted(unmatched)
     ]
     if merged:

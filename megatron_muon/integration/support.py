@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_muon.config import MatrixConfig
 from megatron_muon.integration.model_parameters import ModelParameter
-from megatron_muon.linalg import SCALE_MODES, coefficient_schedule
+from megatron_muon.linalg import COMPUTE_POLICIES, SCALE_MODES, coefficient_schedule
 
 
 class ConfigurationError(ValueError):
@@ -166,10 +166,10 @@ def setting_problems(settings: MatrixConfig) -> list[str]:
         )
     if not 0.0 <= settings.momentum < 1.0:
         problems.append(f"--muon-momentum is {settings.momentum}; it must be >= 0 and < 1")
-    if settings.compute_dtype not in ("auto", "fp64", "fp32", "bf16"):
+    if settings.compute_dtype not in COMPUTE_POLICIES:
         problems.append(
-            f"--dmuon-compute-dtype is '{settings.compute_dtype}'; supported are auto, fp64, fp32, "
-            "bf16"
+            f"--dmuon-compute-dtype is '{settings.compute_dtype}'; supported are "
+            f"{', '.join(COMPUTE_POLICIES)}"
         )
     if not 0.0 < settings.exchange_buffer_mb < float("inf"):
         problems.append(

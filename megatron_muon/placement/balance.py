@@ -73,8 +73,7 @@ def _largest_piece_first(
         if position not in dealt and free[rank]:
             dealt[position] = rank
             free[rank] -= 1
-    left = [rank for rank in slots if free[rank] > 0]
-    remaining = iter(_with_multiplicity(left, free))
+    remaining = iter(_with_multiplicity(slots, free))
     return [
         (index, dealt[position] if position in dealt else next(remaining))
         for position, index in enumerate(members)
