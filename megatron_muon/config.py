@@ -28,6 +28,13 @@ class MatrixConfig:
         split_qkv: Fused QKV as three matrices (off with ``--muon-no-split-qkv``).
         split_gate_up: Gate and up of a gated MLP as two matrices
             (off with ``--dmuon-no-split-gate-up``).
+        split_mla: The projections of multi-latent attention as the matrices of the paper, content
+            and rotary queries, keys and values each (off with ``--dmuon-no-split-mla``).
+        split_ssm: The packed input projection of Mamba and gated delta-net layers as its parts
+            (off with ``--dmuon-no-split-ssm``).
+        split_heads: Every attention head of the split QKV and MLA projections as a matrix of its
+            own (``--dmuon-split-heads``).
+        min_dim: Matrices with a shorter side go to Adam (``--matrix-min-dim``).
         compute_dtype: ``auto``, ``fp32``, ``bf16`` or ``fp64`` (``--dmuon-compute-dtype``).
         exchange_buffer_mb: Bound on exchange buffers and assembled matrices, MiB a rank
             (``--dmuon-exchange-buffer-mb``).
@@ -47,6 +54,10 @@ class MatrixConfig:
     num_ns_steps: int = 5
     split_qkv: bool = True
     split_gate_up: bool = True
+    split_mla: bool = True
+    split_ssm: bool = True
+    split_heads: bool = False
+    min_dim: int = 32
     compute_dtype: str = "auto"
     exchange_buffer_mb: float = 512.0
     lr: float | None = None

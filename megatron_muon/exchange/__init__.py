@@ -1,5 +1,6 @@
 """Runs a plan over a process group. The only package that calls collectives."""
 
+from megatron_muon.exchange.groups import exchange_group
 from megatron_muon.exchange.runner import Exchange, ExchangeCounters
 from megatron_muon.exchange.transport import (
     GroupTransport,
@@ -16,5 +17,6 @@ __all__ = [
     "PlanMismatchError",
     "Transport",
     "check_agreement",
+    "exchange_group",
     "gather_objects",
 ]

@@ -52,8 +52,8 @@ def add_matrix_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         default=[],
         metavar="GLOB:KEY=VALUE,…",
         help="Rule for the parameters whose name matches GLOB: optimizer=matrix|adam, "
-        "split=default|none, lr_mult=X, wd_mult=X. May be repeated; the later rule wins. "
-        "A rule that matches nothing is an error.",
+        "split=default|none|parts|heads, lr_mult=X, wd_mult=X. May be repeated; the later rule "
+        "wins. A rule that matches nothing is an error.",
     )
     group.add_argument(
         "--matrix-rules",
@@ -65,6 +65,31 @@ def add_matrix_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         action="store_false",
         dest="dmuon_split_gate_up",
         help="Orthogonalize gate and up of a gated MLP as one matrix.",
+    )
+    group.add_argument(
+        "--dmuon-no-split-mla",
+        action="store_false",
+        dest="dmuon_split_mla",
+        help="Orthogonalize every projection of multi-latent attention as one matrix, not its "
+        "content and rotary queries, its keys and its values apart.",
+    )
+    group.add_argument(
+        "--dmuon-no-split-ssm",
+        action="store_false",
+        dest="dmuon_split_ssm",
+        help="Orthogonalize the packed input projection of a Mamba or gated delta-net layer as "
+        "one matrix.",
+    )
+    group.add_argument(
+        "--dmuon-split-heads",
+        action="store_true",
+        help="Orthogonalize every attention head of the QKV and MLA projections on its own.",
+    )
+    group.add_argument(
+        "--matrix-min-dim",
+        type=int,
+        default=MatrixConfig.min_dim,
+        help="Matrices with a side shorter than this are trained with Adam.",
     )
     group.add_argument(
         "--dmuon-coefficients",
@@ -135,6 +160,10 @@ def _read_settings(args: Any, optimizer: str) -> tuple[MatrixConfig, list[str]]:
         num_ns_steps=args.muon_num_ns_steps,
         split_qkv=args.muon_split_qkv,
         split_gate_up=args.dmuon_split_gate_up,
+        split_mla=args.dmuon_split_mla,
+        split_ssm=args.dmuon_split_ssm,
+        split_heads=args.dmuon_split_heads,
+        min_dim=args.matrix_min_dim,
         compute_dtype=args.dmuon_compute_dtype,
         exchange_buffer_mb=args.dmuon_exchange_buffer_mb,
         lr=args.matrix_lr,
@@ -198,6 +227,10 @@ def _refuse_stray_flags(args: Any) -> None:
         "--matrix-rule": bool(args.matrix_rule),
         "--matrix-rules": args.matrix_rules is not None,
         "--dmuon-no-split-gate-up": not args.dmuon_split_gate_up,
+        "--dmuon-no-split-mla": not args.dmuon_split_mla,
+        "--dmuon-no-split-ssm": not args.dmuon_split_ssm,
+        "--dmuon-split-heads": args.dmuon_split_heads,
+        "--matrix-min-dim": args.matrix_min_dim != MatrixConfig.min_dim,
         "--dmuon-coefficients": args.dmuon_coefficients is not None,
         "--dmuon-compute-dtype": args.dmuon_compute_dtype != MatrixConfig.compute_dtype,
         "--dmuon-exchange-buffer-mb": (

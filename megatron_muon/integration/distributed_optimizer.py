@@ -20,6 +20,7 @@ from megatron_muon.integration.combined_optimizer import (
     MOMENTUM_KEY,
     CombinedOptimizer,
 )
+from megatron_muon.integration.domains import Domain
 from megatron_muon.integration.stage import EXCHANGE_DTYPE
 from megatron_muon.optim import MatrixRange, MuonRule, muon_step
 from megatron_muon.placement import Plan
@@ -32,13 +33,15 @@ class MatrixSetup:
     """What the builder hands to every ``MatrixDistributedOptimizer``.
 
     Attributes:
+        domain: Dense parameters or experts.
         rule: The update rule.
-        plan: The plan of this pipeline stage.
+        plan: The plan of the domain in this pipeline stage.
         names: Name of every trainable parameter.
-        exchange_group: Process group of TP x DP x CP of this pipeline stage.
+        exchange_group: Process group of the domain's TP x DP in this pipeline stage.
         device: Device of parameters and buffers.
     """
 
+    domain: Domain
     rule: MuonRule
     plan: Plan
     names: dict[torch.nn.Parameter, str]
@@ -58,11 +61,12 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
         config: Megatron's optimizer configuration.
         grad_scaler: Megatron's gradient scaler.
         init_state_fn: Megatron's function that allocates Adam's state.
-        setup: Set as a class attribute by the builder, because Megatron's factory calls the class.
+        setups: Set as a class attribute by the builder, because Megatron's factory calls the
+            class: the setup of the dense parameters (False) and of the experts (True).
         **kwargs: Passed on to the base class.
     """
 
-    setup: ClassVar[MatrixSetup]
+    setups: ClassVar[dict[bool, MatrixSetup]]
 
     def __init__(
         self, optimizer: Any, config: Any, grad_scaler: Any, init_state_fn: Any, **kwargs: Any
@@ -72,6 +76,8 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
         if optimizer is None:
             super().__init__(optimizer, config, grad_scaler, init_state_fn, **kwargs)
             return
+        # Megatron never mixes dense parameters and experts in one optimizer.
+        self.setup = self.setups[bool(optimizer.param_groups[0]["is_expert_parallel"])]
         for group in optimizer.param_groups:
             if MATRIX_GROUP_KEY in group:
                 # One of the keys by which Megatron tells groups apart in a checkpoint.

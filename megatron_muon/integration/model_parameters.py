@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_muon.matrices import ParameterFacts, RowPacking
+from megatron_muon.integration.packings import Family, packing_of
+from megatron_muon.matrices import WHOLE, Packing, ParameterFacts
 
 TIED_EMBEDDING = "embedding.word_embeddings.weight"
 """Megatron's name of the embedding that the output layer may share."""
@@ -22,22 +24,26 @@ class ModelParameter:
         tensor: The model parameter; everything is keyed by it, because few attributes survive on
             the fp32 masters.
         facts: What routing looks at.
-        tp_dim: 0 or 1 when TP cuts it, None when every TP rank holds all of it.
-        packing: How its rows are packed.
-        part_rows: Parts of a query group, see ``ShardedParameter.part_rows``.
+        tp_dim: 0 or 1 when TP cuts the rows or the columns, None when every TP rank holds all.
+        tp: Number of TP (for an expert: expert-TP) ranks that hold it.
+        packing: How the rows of a matrix are packed.
+        family: Which setting decides on its split.
         is_expert: An expert's parameter: it lives in the expert groups.
+        stack: Global numbers of the experts that one 3-D parameter stacks, else None.
     """
 
     tensor: torch.nn.Parameter
     facts: ParameterFacts
     tp_dim: int | None
-    packing: RowPacking
-    part_rows: tuple[tuple[str, int], ...]
+    tp: int
+    packing: Packing
+    family: Family
     is_expert: bool
+    stack: tuple[int, ...] | None
 
     @property
     def name(self) -> str:
-        """Name in the model, without wrapper prefixes."""
+        """Name in the model, numbered over all pipeline stages and experts."""
         return self.facts.name
 
     @property
@@ -53,46 +59,45 @@ class ModelParameter:
 
 
 def model_parameters(
-    model_chunks: Sequence[torch.nn.Module], *, tp: int
+    model_chunks: Sequence[torch.nn.Module], *, tp: int, expert_tp: int
 ) -> tuple[ModelParameter, ...]:
     """All trainable parameters, in model order, each once.
 
     Args:
         model_chunks: Model chunks, wrapped or not.
         tp: Tensor-parallel size; with 1 nothing is cut.
+        expert_tp: Expert-tensor-parallel size, which holds for experts.
 
     Returns:
-        One entry per parameter. With several chunks the names start with ``chunk_<i>.``.
+        One entry per parameter. Layers and experts are numbered over all pipeline stages and
+        expert-parallel ranks, so a parameter has one name at every layout. Names that two chunks
+        share all the same start with ``chunk_<i>.``.
     """
-    found: list[ModelParameter] = []
+    found: list[list[ModelParameter]] = []
     seen: set[int] = set()
-    for number, chunk in enumerate(model_chunks):
-        prefix = f"chunk_{number}." if len(model_chunks) > 1 else ""
-        for path, module, parent in _modules(chunk):
-            for local_name, parameter in module.named_parameters(recurse=False):
+    for chunk in model_chunks:
+        described: list[ModelParameter] = []
+        by_path = {_strip_wrappers(path): module for path, module in chunk.named_modules()}
+        for path, module in by_path.items():
+            for leaf, parameter in module.named_parameters(recurse=False):
                 if not parameter.requires_grad or id(parameter) in seen:
                     continue
                 seen.add(id(parameter))
-                found.append(
-                    _describe(
-                        f"{prefix}{path}.{local_name}" if path else f"{prefix}{local_name}",
-                        parameter,
-                        module,
-                        parent,
-                        tp,
-                    )
-                )
-    return tuple(found)
+                place = _Place(path=path, leaf=leaf, by_path=by_path)
+                is_expert = not getattr(parameter, "allreduce", True)
+                described.append(_describe(place, parameter, expert_tp if is_expert else tp))
+        found.append(described)
+    return tuple(_with_unique_names(found))
 
 
-def _modules(
-    chunk: torch.nn.Module,
-) -> Iterator[tuple[str, torch.nn.Module, torch.nn.Module | None]]:
-    """(path without wrapper prefixes, module, its parent) of every module."""
-    by_path = dict(chunk.named_modules())
-    for path, module in by_path.items():
-        parent = by_path.get(path.rpartition(".")[0]) if path else None
-        yield _strip_wrappers(path), module, parent
+def _with_unique_names(chunks: Sequence[Sequence[ModelParameter]]) -> Iterator[ModelParameter]:
+    used = Counter(entry.name for chunk in chunks for entry in chunk)
+    for number, chunk in enumerate(chunks):
+        for entry in chunk:
+            if used[entry.name] > 1:
+                facts = replace(entry.facts, name=f"chunk_{number}.{entry.name}")
+                entry = replace(entry, facts=facts)
+            yield entry
 
 
 def _strip_wrappers(path: str) -> str:
@@ -102,59 +107,103 @@ def _strip_wrappers(path: str) -> str:
     return path
 
 
-def _describe(
-    name: str,
-    parameter: torch.nn.Parameter,
-    module: torch.nn.Module,
-    parent: torch.nn.Module | None,
-    tp: int,
-) -> ModelParameter:
-    leaf = name.rpartition(".")[2]
-    is_linear = any(base.__name__.endswith("Linear") for base in type(module).__mro__)
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a parameter is in its model.
+
+    Attributes:
+        path: Path of its module without wrapper prefixes.
+        leaf: Its name in the module.
+        by_path: Every module of the chunk.
+    """
+
+    path: str
+    leaf: str
+    by_path: Mapping[str, torch.nn.Module]
+
+    @property
+    def module(self) -> torch.nn.Module:
+        return self.by_path[self.path]
+
+    @property
+    def parent(self) -> torch.nn.Module | None:
+        return self.by_path.get(self.path.rpartition(".")[0]) if self.path else None
+
+    @property
+    def experts(self) -> tuple[int, ...] | None:
+        """Global numbers of the experts of the mixture that it belongs to, if any."""
+        pieces = self.path.split(".")
+        for end in range(len(pieces), -1, -1):
+            layer = self.by_path.get(".".join(pieces[:end]))
+            numbers = getattr(layer, "local_expert_indices", None)
+            if numbers is not None:
+                return tuple(int(number) for number in numbers)
+        return None
+
+    @property
+    def global_name(self) -> str:
+        """Name with layers and experts numbered as in one process."""
+        pieces = self.path.split(".") if self.path else []
+        renamed = list(pieces)
+        leaf = self.leaf
+        for index, piece in enumerate(pieces):
+            if not piece.isdecimal():
+                continue
+            layer = getattr(self.by_path[".".join(pieces[: index + 1])], "layer_number", None)
+            if pieces[index - 1] == "layers" and isinstance(layer, int):
+                renamed[index] = str(layer - 1)
+            if pieces[index - 1] == "local_experts" and self.experts is not None:
+                renamed[index] = str(self.experts[int(piece)])
+        numbered = re.fullmatch(r"(weight|bias)(\d+)", leaf)
+        if numbered and self.experts is not None:
+            leaf = f"{numbered[1]}{self.experts[int(numbered[2])]}"
+        return ".".join([*renamed, leaf])
+
+
+def _describe(place: _Place, parameter: torch.nn.Parameter, tp: int) -> ModelParameter:
+    module = place.module
+    is_linear_weight = place.leaf.startswith("weight") and any(
+        base.__name__.endswith("Linear") for base in type(module).__mro__
+    )
+    # On replicated Transformer Engine weights partition_dim is 0 all the same.
     cut = tp > 1 and bool(getattr(parameter, "tensor_model_parallel", False))
-    packing, part_rows = _packing(name, parent)
+    tp_dim = int(parameter.partition_dim) if cut else None  # type: ignore[attr-defined]
+    stacks = parameter.dim() == 3 and is_linear_weight and place.experts is not None
+    family: Family = ""
+    packing = WHOLE
+    if is_linear_weight and (parameter.dim() == 2 or stacks):
+        family, packing = packing_of(
+            place.path, parameter, place.parent, cut=tp if tp_dim == 0 else 1
+        )
+    # partition_dim of a stack counts within one expert's weight.
+    shape = list(parameter.shape[1:] if stacks else parameter.shape)
+    if tp_dim is not None:
+        shape[tp_dim] *= tp
     return ModelParameter(
         tensor=parameter,
         facts=ParameterFacts(
-            name=name,
-            ndim=parameter.dim(),
-            is_linear_weight=is_linear and leaf.startswith("weight"),
-            is_embedding_or_output=_is_embedding_or_output(name, parameter, module),
+            name=place.global_name,
+            shape=tuple(shape),
+            is_linear_weight=is_linear_weight,
+            is_embedding_or_output=_is_embedding_or_output(place, parameter),
             is_router="Router" in type(module).__name__,
             is_tied=bool(
                 getattr(parameter, "shared", False) or getattr(parameter, "shared_embedding", False)
             ),
         ),
-        # On replicated Transformer Engine weights partition_dim is 0 all the same.
-        tp_dim=int(parameter.partition_dim) if cut else None,  # type: ignore[attr-defined]
+        tp_dim=tp_dim,
+        tp=tp,
         packing=packing,
-        part_rows=part_rows,
+        family=family,
         is_expert=not getattr(parameter, "allreduce", True),
+        stack=place.experts if stacks else None,
     )
 
 
-def _is_embedding_or_output(
-    name: str, parameter: torch.nn.Parameter, module: torch.nn.Module
-) -> bool:
+def _is_embedding_or_output(place: _Place, parameter: torch.nn.Parameter) -> bool:
     # Learned position embeddings carry no flag, so the class and the name are asked as well.
     return (
         bool(getattr(parameter, "is_embedding_or_output_parameter", False))
-        or any("Embedding" in base.__name__ for base in type(module).__mro__)
-        or "output_layer" in name.split(".")
+        or any("Embedding" in base.__name__ for base in type(place.module).__mro__)
+        or "output_layer" in place.path.split(".")
     )
-
-
-def _packing(
-    name: str, parent: torch.nn.Module | None
-) -> tuple[RowPacking, tuple[tuple[str, int], ...]]:
-    config: Any = getattr(parent, "config", None)
-    if config is None:
-        return RowPacking.WHOLE, ()
-    if name.endswith("linear_qkv.weight"):
-        heads_per_group = config.num_attention_heads // config.num_query_groups
-        query = ("q", heads_per_group * config.kv_channels)
-        gate = (("gate", query[1]),) if getattr(config, "attention_output_gate", False) else ()
-        return RowPacking.QKV, (query, *gate, ("k", config.kv_channels), ("v", config.kv_channels))
-    if name.endswith("linear_fc1.weight") and getattr(config, "gated_linear_unit", False):
-        return RowPacking.GATE_UP, ()
-    return RowPacking.WHOLE, ()

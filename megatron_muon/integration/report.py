@@ -1,88 +1,191 @@
-"""The table printed once at start: what goes where, what it costs, what is worth knowing."""
+"""The table printed once at start: what goes where, what it costs, what is worth knowing.
+
+Every exchange group is summarized by its first rank; rank 0 merges the summaries, so the table
+tells of the whole model, whatever stages and experts rank 0 holds itself.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
+from math import prod
 from typing import Any
 
 from megatron_muon.config import MatrixConfig
-from megatron_muon.integration.model_parameters import ModelParameter
-from megatron_muon.matrices import LogicalMatrix, Route, Rule
+from megatron_muon.integration.routes import RoutedParameter
+from megatron_muon.linalg import update_scale
+from megatron_muon.optim import MuonRule
 from megatron_muon.placement import Plan
 
 MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoutedParameter:
-    """A parameter and all that was decided of it.
+class MatrixFamily:
+    """Matrices that differ in their layer or expert only.
 
     Attributes:
-        parameter: The parameter.
-        route: The optimizer that it goes to, and why.
-        rule: The user's wishes for it.
-        split: True when a packed parameter is split into its parts.
+        name: Name with a star for the numbers of layers, experts and heads.
+        shape: Global (m, n).
+        cut: How TP cuts them.
+        split: What the parameter was cut into.
+        scale: Factor of the orthogonal update.
     """
 
-    parameter: ModelParameter
-    route: Route
-    rule: Rule
-    split: bool
+    name: str
+    shape: tuple[int, int]
+    cut: str
+    split: str
+    scale: float
 
 
-def startup_report(
-    settings: MatrixConfig, routed: Sequence[RoutedParameter], optimizer: Any
-) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What one exchange group tells of itself; plain values, to be gathered.
+
+    Attributes:
+        domain: ``dense`` or ``expert``.
+        group: (TP, DP) sizes of the exchange group.
+        routes: (optimizer, why) to (number of parameters, elements over all TP ranks).
+        families: Matrix family to (number of matrices, ranks that compute one).
+        reached: Parameters that each of the user's rules reaches.
+        balance: A line on work and placement, empty without matrices.
+        traffic: A line on bytes and buffers, empty without matrices.
+        warnings: What a careful user would want to know.
+        rule: A line on the update.
+    """
+
+    domain: str
+    group: tuple[int, int]
+    routes: dict[tuple[str, str], tuple[int, int]]
+    families: dict[MatrixFamily, tuple[int, int]]
+    reached: tuple[int, ...]
+    balance: str
+    traffic: str
+    warnings: tuple[str, ...]
+    rule: str
+
+
+def summarize(
+    settings: MatrixConfig,
+    plan: Plan,
+    rule: MuonRule,
+    routed: Sequence[RoutedParameter],
+    *,
+    domain: str,
+    buffers: Sequence[Any],
+) -> Summary:
+    """Summary of one domain of one pipeline stage.
+
+    Args:
+        settings: The user's settings.
+        plan: The domain's plan.
+        rule: The update rule.
+        routed: The domain's parameters.
+        domain: ``dense`` or ``expert``.
+        buffers: The domain's gradient buffers, for what AdamW's traffic would be.
+    """
+    return Summary(
+        domain=domain,
+        group=(plan.group.tp, plan.group.dp),
+        routes=_routes(settings, routed),
+        families=_families(settings, plan, rule, routed),
+        reached=tuple(
+            sum(fnmatchcase(r.parameter.rule_name, wish.pattern) for r in routed)
+            for wish in settings.rules
+        ),
+        balance=_balance(plan) if plan.matrices else "",
+        traffic=_traffic(settings, plan, buffers) if plan.matrices else "",
+        warnings=tuple(_warnings(settings, plan, domain)),
+        rule=(
+            f"update: {rule.scale_mode} scale x {rule.extra_scale_factor:g}, "
+            f"{len(rule.schedule)} Newton-Schulz steps ({settings.coefficient_type}), computed in "
+            f"{_dtype_name(rule.compute_dtype)}, exchanged in fp32; momentum {rule.momentum:g}"
+            f"{' (Nesterov)' if rule.nesterov else ''}"
+        ),
+    )
+
+
+def startup_report(settings: MatrixConfig, summaries: Sequence[Summary]) -> str:
     """Text of the table.
 
     Args:
         settings: The user's settings.
-        routed: Every trainable parameter of this pipeline stage.
-        optimizer: The built ``MatrixChainedOptimizer``.
+        summaries: Those of all exchange groups.
     """
-    lines = [f"megatron_muon {settings.optimizer}: parameters of this pipeline stage (TP shards)"]
+    lines = [f"megatron_muon {settings.optimizer}: parameters of the model"]
     lines += _table(
         ("optimizer", "parameters", "elements", "why"),
         [
-            (where, str(len(entries)), f"{_numel(entries):,}", why)
-            for (where, why), entries in sorted(
-                _grouped(routed, settings).items(), key=lambda item: -_numel(item[1])
+            (optimizer, str(count), f"{numel:,}", why)
+            for (optimizer, why), (count, numel) in sorted(
+                _summed(s.routes for s in summaries).items(), key=lambda item: -item[1][1]
             )
         ],
     )
-    lines += _wishes(settings, routed)
-    for child in optimizer.chained_optimizers:
-        plan: Plan | None = child.plan
-        if plan is None:
-            continue
-        if not plan.matrices:
-            lines.append("no parameter goes to the matrix optimizer: all are trained with Adam")
-            continue
-        lines += _matrix_families(plan)
-        lines.append(
-            f"update: {child.rule.scale_mode} scale x {child.rule.extra_scale_factor:g}, "
-            f"{len(child.rule.schedule)} Newton-Schulz steps ({settings.coefficient_type}), "
-            f"computed in {_dtype_name(child.rule.compute_dtype)}, exchanged in fp32; momentum "
-            f"{child.rule.momentum:g}{' (Nesterov)' if child.rule.nesterov else ''}"
-        )
-        lines += _balance(plan, settings, child)
+    lines += _wishes(settings, summaries)
+    with_matrices = [s for s in summaries if s.families]
+    if not with_matrices:
+        lines.append("no parameter goes to the matrix optimizer: all are trained with Adam")
+        return "\n".join(lines)
+    lines += _family_table(with_matrices)
+    lines.append(with_matrices[0].rule)
+    lines += _each_once(
+        [
+            f"{s.domain}, TP {s.group[0]} x DP {s.group[1]}: {s.balance}; {s.traffic}"
+            for s in with_matrices
+        ]
+    )
+    lines += _each_once([f"warning: {text}" for s in summaries for text in s.warnings])
     return "\n".join(lines)
 
 
-def _wishes(settings: MatrixConfig, routed: Sequence[RoutedParameter]) -> list[str]:
+def _each_once(lines: Sequence[str]) -> list[str]:
+    """The lines without repetition, each with the number of groups that it holds for."""
+    return [
+        line if count == 1 else f"{line} (the same in {count} exchange groups)"
+        for line, count in Counter(lines).items()
+    ]
+
+
+def _summed[K](
+    parts: Iterable[dict[K, tuple[int, int]]],
+) -> dict[K, tuple[int, int]]:
+    total: dict[K, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for part in parts:
+        for key, (first, second) in part.items():
+            total[key] = (total[key][0] + first, total[key][1] + second)
+    return dict(total)
+
+
+def _routes(
+    settings: MatrixConfig, routed: Sequence[RoutedParameter]
+) -> dict[tuple[str, str], tuple[int, int]]:
+    return _summed(
+        {
+            (settings.optimizer if entry.is_matrix else "adam", entry.route.reason): (
+                1,
+                prod(entry.parameter.facts.shape) * len(entry.parameter.stack or (0,)),
+            )
+        }
+        for entry in routed
+    )
+
+
+def _wishes(settings: MatrixConfig, summaries: Sequence[Summary]) -> list[str]:
     """What the user asked for, and how many parameters each rule reaches."""
     lines = []
-    for rule in settings.rules:
+    for number, rule in enumerate(settings.rules):
         wanted = [
             f"{field.name}={value}"
             for field in fields(rule)
             if field.name != "pattern" and (value := getattr(rule, field.name)) is not None
         ]
-        reached = sum(fnmatchcase(r.parameter.rule_name, rule.pattern) for r in routed)
-        lines.append(f"rule {rule.pattern}: {', '.join(wanted)}; reaches {reached} parameters here")
+        reached = sum(summary.reached[number] for summary in summaries)
+        lines.append(f"rule {rule.pattern}: {', '.join(wanted)}; reaches {reached} parameters")
     apart = [
         f"{what} {value:g}"
         for what, value in (
@@ -97,90 +200,135 @@ def _wishes(settings: MatrixConfig, routed: Sequence[RoutedParameter]) -> list[s
     return lines
 
 
-def _grouped(
-    routed: Sequence[RoutedParameter], settings: MatrixConfig
-) -> dict[tuple[str, str], list[RoutedParameter]]:
-    grouped: dict[tuple[str, str], list[RoutedParameter]] = defaultdict(list)
-    for entry in routed:
-        where = settings.optimizer if entry.route.optimizer == "matrix" else "adam"
-        grouped[where, entry.route.reason].append(entry)
-    return grouped
+def _family_name(name: str) -> str:
+    """Name with the numbers of layers, experts and heads replaced."""
+    starred = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+    starred = re.sub(r"(?<=\.weight)\d+(?=$|\[)", "*", starred)
+    parameter, bracket, part = starred.partition("[")
+    return parameter + bracket + re.sub(r"\d+", "*", part)
 
 
-def _numel(entries: Iterable[RoutedParameter]) -> int:
-    return sum(entry.parameter.tensor.numel() for entry in entries)
+def _families(
+    settings: MatrixConfig, plan: Plan, rule: MuonRule, routed: Sequence[RoutedParameter]
+) -> dict[MatrixFamily, tuple[int, int]]:
+    entries = {r.parameter.name: r for r in routed}
+    parameters = {p.name: p for p in plan.parameters}
+    counts: Counter[MatrixFamily] = Counter()
+    owners: dict[MatrixFamily, set[int]] = defaultdict(set)
+    for matrix, owner in zip(plan.matrices, plan.owners, strict=True):
+        parameter, entry = parameters[matrix.parameter], entries[matrix.parameter]
+        cut = ("copy on every TP rank", "rows", "columns")[
+            0 if parameter.tp_dim is None else 1 + parameter.tp_dim
+        ]
+        family = MatrixFamily(
+            name=_family_name(matrix.name),
+            shape=matrix.shape,
+            cut=cut if plan.group.tp > 1 else "not cut",
+            split=_split_label(entry),
+            scale=rule.extra_scale_factor * update_scale(rule.scale_mode, *matrix.shape),
+        )
+        counts[family] += 1
+        owners[family].add(owner)
+    return {family: (count, len(owners[family])) for family, count in counts.items()}
 
 
-def _family(name: str) -> str:
-    """Name with layer numbers replaced, so that equal matrices of all layers are one row."""
-    return ".".join("*" if piece.isdigit() else piece for piece in name.split("."))
+def _split_label(entry: RoutedParameter) -> str:
+    parts = entry.parameter.packing.parts
+    if not parts:
+        return "-"
+    names = ", ".join(part.name for part in parts)
+    return {
+        "none": f"kept whole ({names})",
+        "parts": f"part of {names}",
+        "heads": f"head of {names}",
+    }[entry.split]
 
 
-def _matrix_families(plan: Plan) -> list[str]:
-    families: dict[tuple[str, tuple[int, int], str], list[LogicalMatrix]] = defaultdict(list)
-    cuts = {
-        p.name: "copy on every TP rank" if p.replicated else ("rows", "columns")[p.tp_dim or 0]
-        for p in plan.parameters
-    }
-    for matrix in plan.matrices:
-        cut = cuts[matrix.parameter] if plan.group.tp > 1 else "not cut"
-        families[_family(matrix.name), matrix.shape, cut].append(matrix)
+def _family_table(summaries: Sequence[Summary]) -> list[str]:
+    total = _summed(s.families for s in summaries)
+    ranks: dict[MatrixFamily, int] = defaultdict(int)
+    for summary in summaries:
+        for family in summary.families:
+            ranks[family] += summary.group[0] * summary.group[1]
     return _table(
-        ("matrices", "shape", "count", "TP cuts"),
+        ("matrices", "shape", "count", "split", "TP cuts", "scale", "computed on"),
         [
-            (name, f"{shape[0]}x{shape[1]}", str(len(members)), cut)
-            for (name, shape, cut), members in families.items()
+            (
+                family.name,
+                f"{family.shape[0]}x{family.shape[1]}",
+                str(count),
+                family.split,
+                family.cut,
+                f"{family.scale:.4g}",
+                f"{computing} of {ranks[family]} ranks",
+            )
+            for family, (count, computing) in total.items()
         ],
     )
 
 
-def _balance(plan: Plan, settings: MatrixConfig, child: Any) -> list[str]:
+def _balance(plan: Plan) -> str:
     reached, bound = plan.balance
-    loads = plan.loads
-    idle = sum(load.matrices == 0 for load in loads)
-    sent = max(load.sent_bytes for load in loads)
-    peak = max(load.peak_buffer_bytes for load in loads)
-    adam = adam_traffic_bytes(child)
-    owners = Counter(plan.owners)
-    lines = [
-        (
-            f"{len(plan.matrices)} matrices, {plan.group.size} owners (TP {plan.group.tp} x DP "
-            f"{plan.group.dp}), waves: {len(plan.waves)}; owner load max/mean {reached:.3f}, best "
-            f"possible {bound:.3f}; busiest owner has {max(owners.values())} matrices, "
-            f"{max(load.flops for load in loads) / 1e9:.3g} GFLOP a step"
-        ),
-        (
-            f"exchange: at most {sent / MIB:.2f} MiB sent by a rank and step"
-            + (f" ({sent / adam:.2f} x what AdamW's reduce and gather send)" if adam else "")
-            + f"; buffers at most {peak / MIB:.2f} MiB of "
-            f"--dmuon-exchange-buffer-mb {settings.exchange_buffer_mb:g}"
-        ),
-    ]
+    busiest = max(Counter(plan.owners).values())
+    return (
+        f"{len(plan.matrices)} matrices, {plan.group.size} owners, waves: {len(plan.waves)}; owner "
+        f"load max/mean {reached:.3f}, best possible {bound:.3f}; busiest owner has {busiest} "
+        f"matrices, {max(load.flops for load in plan.loads) / 1e9:.3g} GFLOP a step"
+    )
+
+
+def _traffic(settings: MatrixConfig, plan: Plan, buffers: Sequence[Any]) -> str:
+    sent = max(load.sent_bytes for load in plan.loads)
+    peak = max(load.peak_buffer_bytes for load in plan.loads)
+    adam = adam_traffic_bytes(buffers, plan.group.dp)
+    return (
+        f"exchange: at most {sent / MIB:.2f} MiB sent by a rank and step"
+        + (f" ({sent / adam:.2f} x what AdamW's reduce and gather send)" if adam else "")
+        + f"; buffers at most {peak / MIB:.2f} MiB of --dmuon-exchange-buffer-mb "
+        f"{settings.exchange_buffer_mb:g}"
+    )
+
+
+def _warnings(settings: MatrixConfig, plan: Plan, domain: str) -> list[str]:
+    if not plan.matrices:
+        return []
+    found = []
+    idle = sum(load.matrices == 0 for load in plan.loads)
     if idle:
-        lines.append(
-            f"warning: {idle} of {plan.group.size} owners have no matrix, there are fewer matrices "
+        found.append(
+            f"{idle} of {plan.group.size} {domain} owners have no matrix, there are fewer matrices "
             "than ranks"
         )
+    _, bound = plan.balance
     if bound > 1.05:
         largest = max(zip(plan.costs, plan.matrices, strict=True), key=lambda pair: pair[0])[1]
-        lines.append(
-            f"warning: {largest.name} ({largest.shape[0]}x{largest.shape[1]}) alone takes "
-            f"{bound:.2f} x the mean load of an owner and dominates the balance"
+        found.append(
+            f"{largest.name} ({largest.shape[0]}x{largest.shape[1]}) alone takes {bound:.2f} x the "
+            "mean load of an owner and dominates the balance"
         )
-    return lines
+    thin = Counter(
+        f"{_family_name(m.name)} ({m.shape[0]}x{m.shape[1]})"
+        for m in plan.matrices
+        if min(m.shape) < settings.min_dim
+    )
+    found += [
+        f"{name} has a side shorter than --matrix-min-dim {settings.min_dim} and is "
+        "orthogonalized all the same: it is a part of a wider parameter, or a rule asks for it"
+        for name in thin
+    ]
+    return found
 
 
-def adam_traffic_bytes(child: Any) -> int:
+def adam_traffic_bytes(buffers: Sequence[Any], dp: int) -> int:
     """Bytes that a rank sends in Megatron's reduce-scatter of gradients and gather of parameters.
 
     By the ring: (d - 1) / d of the buffer each way, in the dtypes of the buffers.
     """
-    d = child.data_parallel_group.size()
     total = sum(
         buffer.numel * (buffer.grad_dtype.itemsize + buffer.param_dtype.itemsize)
-        for buffer in child.buffers
+        for buffer in buffers
     )
-    return int(total * (d - 1) // d)
+    return int(total * (dp - 1) // dp)
 
 
 def _dtype_name(dtype: Any) -> str:

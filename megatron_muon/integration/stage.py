@@ -1,4 +1,4 @@
-"""Plan and rule of this pipeline stage, from the wrapped model, before any optimizer exists."""
+"""Plans and rule of this pipeline stage, from the wrapped model, before any optimizer exists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from megatron_muon.config import MatrixConfig
-from megatron_muon.integration.model_parameters import ModelParameter
+from megatron_muon.integration.domains import Domain
+from megatron_muon.integration.routes import RoutedParameter
 from megatron_muon.linalg import (
     coefficient_schedule,
     newton_schulz_flops,
@@ -52,12 +53,11 @@ def make_rule(settings: MatrixConfig, device: torch.device) -> MuonRule:
 def plan_stage(
     settings: MatrixConfig,
     rule: MuonRule,
-    matrices: Sequence[tuple[ModelParameter, bool]],
+    routed: Sequence[RoutedParameter],
     model_chunks: Sequence[Any],
-    *,
-    tp: int,
+    domain: Domain,
 ) -> Plan:
-    """The plan of this stage's dense matrices.
+    """The plan of this stage's matrices of one domain.
 
     The ranges of all DP ranks follow from the layout of the DDP buffers, which is the same on all
     of them; nothing is communicated.
@@ -65,23 +65,23 @@ def plan_stage(
     Args:
         settings: The user's settings.
         rule: The update rule; its number of steps gives the cost of a matrix.
-        matrices: Parameters of the matrix optimizer, each with its split decided.
+        routed: Every trainable parameter, with its split decided.
         model_chunks: Chunks wrapped in ``DistributedDataParallel``.
-        tp: Tensor-parallel size.
+        domain: Dense parameters or experts.
 
     Raises:
         ValueError: A parameter cannot be cut or split as asked, or the buffer is too small.
     """
-    layout = _buffer_layout(model_chunks)
-    sizes = {dp for *_, dp in layout.values()}
-    assert len(sizes) <= 1, f"dense buffers are sharded over groups of different sizes: {sizes}"
-    dp = sizes.pop() if sizes else 1
+    tp, dp = domain.tp_group.size(), domain.dp_group.size()
+    layout = _buffer_layout(model_chunks, domain)
     parameters: list[ShardedParameter] = []
     logical: list[LogicalMatrix] = []
-    for entry, split in matrices:
-        parameter = _sharded_parameter(entry, layout[entry.tensor], tp=tp)
+    for entry in routed:
+        if not entry.is_matrix or not domain.has(entry.parameter):
+            continue
+        parameter = _sharded_parameter(entry, layout[entry.parameter.tensor], tp=tp, dp=dp)
         parameters.append(parameter)
-        logical.extend(logical_matrices(parameter, split=split))
+        logical.extend(logical_matrices(parameter, split=entry.split))
     return make_plan(
         group=ExchangeGroup(tp=tp, dp=dp),
         parameters=parameters,
@@ -92,36 +92,37 @@ def plan_stage(
     )
 
 
-BufferPlace = tuple[int, int, int, int, int]
-"""(start, stop, bucket start, bucket numel, data-parallel size) in a gradient buffer."""
+BufferPlace = tuple[int, int, int, int]
+"""(start, stop, bucket start, bucket numel) in a gradient buffer."""
 
 
-def _buffer_layout(model_chunks: Sequence[Any]) -> dict[torch.nn.Parameter, BufferPlace]:
-    return {
-        parameter: (
-            start,
-            stop,
-            buffer.buckets[bucket].offset,
-            buffer.buckets[bucket].grad_data.numel(),
-            buffer.data_parallel_group.size(),
-        )
-        for chunk in model_chunks
-        for buffer in chunk.buffers
-        for parameter, (start, stop, bucket) in buffer.param_index_map.items()
-    }
+def _buffer_layout(
+    model_chunks: Sequence[Any], domain: Domain
+) -> dict[torch.nn.Parameter, BufferPlace]:
+    layout: dict[torch.nn.Parameter, BufferPlace] = {}
+    for chunk in model_chunks:
+        for buffer in domain.buffers(chunk):
+            size = buffer.data_parallel_group.size()
+            assert size == domain.dp_group.size(), (
+                f"{domain.name} buffers are sharded over {size} ranks, their group has "
+                f"{domain.dp_group.size()}"
+            )
+            for parameter, (start, stop, number) in buffer.param_index_map.items():
+                bucket = buffer.buckets[number]
+                layout[parameter] = (start, stop, bucket.offset, bucket.grad_data.numel())
+    return layout
 
 
-def _sharded_parameter(entry: ModelParameter, place: BufferPlace, *, tp: int) -> ShardedParameter:
-    rows, cols = entry.tensor.shape
-    if entry.tp_dim == 0:
-        rows *= tp
-    elif entry.tp_dim == 1:
-        cols *= tp
-    start, stop, bucket_start, bucket_numel, dp = place
+def _sharded_parameter(
+    entry: RoutedParameter, place: BufferPlace, *, tp: int, dp: int
+) -> ShardedParameter:
+    parameter = entry.parameter
+    rows, cols = parameter.facts.shape
+    start, stop, bucket_start, bucket_numel = place
     return ShardedParameter(
-        name=entry.name,
+        name=parameter.name,
         global_shape=(rows, cols),
-        tp_dim=entry.tp_dim,
+        tp_dim=parameter.tp_dim,
         tp=tp,
         ranges=data_parallel_ranges(
             start=start,
@@ -130,6 +131,6 @@ def _sharded_parameter(entry: ModelParameter, place: BufferPlace, *, tp: int) ->
             bucket_numel=bucket_numel,
             dp=dp,
         ),
-        packing=entry.packing,
-        part_rows=entry.part_rows,
+        packing=parameter.packing,
+        stack=parameter.stack,
     )

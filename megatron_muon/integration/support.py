@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from megatron_muon.config import MatrixConfig
-from megatron_muon.integration.model_parameters import ModelParameter
 from megatron_muon.linalg import COMPUTE_POLICIES, SCALE_MODES, coefficient_schedule
 
 
@@ -52,43 +52,8 @@ _FLAG_PROBLEMS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         _later("--fp4-param-gather", "remove the flag"),
     ),
     (
-        lambda a: (a.num_distributed_optimizer_instances or 1) > 1,
-        _later("--num-distributed-optimizer-instances > 1", "set it to 1"),
-    ),
-    (
-        lambda a: (a.context_parallel_size or 1) > 1,
-        _later("--context-parallel-size > 1", "set it to 1"),
-    ),
-    (
-        lambda a: any(
-            getattr(a, name, None)
-            for name in (
-                "num_layers_per_virtual_pipeline_stage",
-                "num_virtual_stages_per_pipeline_rank",
-                "pipeline_model_parallel_layout",
-            )
-        ),
-        _later("interleaved or custom pipeline layout", "use plain pipeline stages"),
-    ),
-    (
         lambda a: bool(a.overlap_param_gather_with_optimizer_step),
         _later("--overlap-param-gather-with-optimizer-step", "use --overlap-param-gather"),
-    ),
-    (
-        lambda a: bool(a.num_experts),
-        _later("a mixture of experts (--num-experts)", "train a dense model, or --optimizer adam"),
-    ),
-    (
-        lambda a: bool(a.multi_latent_attention),
-        _later("--multi-latent-attention", "use grouped-query attention, or --optimizer adam"),
-    ),
-    (
-        lambda a: bool(getattr(a, "mtp_num_layers", None)),
-        _later("--mtp-num-layers", "remove the flag"),
-    ),
-    (
-        lambda a: bool(getattr(a, "hybrid_layer_pattern", None)),
-        _later("a hybrid model (--hybrid-layer-pattern)", "use a GPT model, or --optimizer adam"),
     ),
     (
         lambda a: bool(getattr(a, "use_mup", False)),
@@ -149,6 +114,11 @@ def flag_problems(args: Any, *, data_parallel_size: int) -> list[str]:
         data_parallel_size: Data-parallel times context-parallel size.
     """
     problems = [sentence for is_wrong, sentence in _FLAG_PROBLEMS if is_wrong(args)]
+    if (args.num_distributed_optimizer_instances or 1) > 1 and find_spec("einops") is None:
+        problems.append(
+            "--num-distributed-optimizer-instances > 1 needs the package einops, which "
+            "megatron-core imports without declaring it: pip install einops"
+        )
     if not args.use_distributed_optimizer and data_parallel_size > 1:
         problems.append(
             f"--optimizer dmuon at data-parallel size {data_parallel_size} needs Megatron's "
@@ -176,6 +146,8 @@ def setting_problems(settings: MatrixConfig) -> list[str]:
             f"--dmuon-exchange-buffer-mb is {settings.exchange_buffer_mb:g}; it must be a number "
             "> 0"
         )
+    if settings.min_dim < 1:
+        problems.append(f"--matrix-min-dim is {settings.min_dim}; it must be an integer >= 1")
     for flag, value in (
         ("--matrix-lr", settings.lr),
         ("--matrix-min-lr", settings.min_lr),
@@ -224,7 +196,6 @@ def config_problems(
     config: Any,
     settings: MatrixConfig,
     model_chunks: Sequence[Any],
-    parameters: Sequence[ModelParameter],
 ) -> list[str]:
     """What is wrong for ``get_matrix_optimizer``, whoever calls it.
 
@@ -232,7 +203,6 @@ def config_problems(
         config: Megatron's ``OptimizerConfig``.
         settings: Settings of the matrix optimizer.
         model_chunks: The wrapped model chunks.
-        parameters: Their trainable parameters.
     """
     problems = [*coefficient_problems(settings), *setting_problems(settings)]
     problems += learning_rate_problems(settings, lr=config.lr, min_lr=config.min_lr)
@@ -253,8 +223,6 @@ def config_problems(
         )
     if any(chunk.ddp_config.use_megatron_fsdp for chunk in wrapped):
         problems.append("Megatron-FSDP is not supported: use DistributedDataParallel without it")
-    if any(chunk.ddp_config.num_distributed_optimizer_instances > 1 for chunk in wrapped):
-        problems.append("num_distributed_optimizer_instances > 1 is not supported yet: set it to 1")
     for field in (
         "fp16",
         "use_precision_aware_optimizer",
@@ -264,10 +232,4 @@ def config_problems(
     ):
         if getattr(config, field, False):
             problems.append(f"OptimizerConfig.{field} is not supported yet: set it to False")
-    experts = [p.name for p in parameters if p.is_expert]
-    if experts:
-        problems.append(
-            f"expert parameters are not supported yet (first of {len(experts)}: {experts[0]}): "
-            "train a dense model, or use --optimizer adam"
-        )
     return problems

@@ -4,7 +4,8 @@ Data and pure functions; nothing here knows torch, Megatron or a process group.
 """
 
 from megatron_muon.matrices.logical import Block, LogicalMatrix, logical_matrices, natural_key
-from megatron_muon.matrices.parameter import RowPacking, ShardedParameter, data_parallel_ranges
+from megatron_muon.matrices.packing import WHOLE, Packing, RowPacking, RowPart, SplitMode
+from megatron_muon.matrices.parameter import ShardedParameter, data_parallel_ranges
 from megatron_muon.matrices.routing import ParameterFacts, Route, default_route, route
 from megatron_muon.matrices.rules import (
     Rule,
@@ -15,13 +16,17 @@ from megatron_muon.matrices.rules import (
 )
 
 __all__ = [
+    "WHOLE",
     "Block",
     "LogicalMatrix",
+    "Packing",
     "ParameterFacts",
     "Route",
     "RowPacking",
+    "RowPart",
     "Rule",
     "ShardedParameter",
+    "SplitMode",
     "data_parallel_ranges",
     "default_route",
     "load_rules",

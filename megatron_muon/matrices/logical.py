@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_muon.matrices.parameter import RowPacking, ShardedParameter
+from megatron_muon.matrices.packing import SplitMode, intervals, stored_runs
+from megatron_muon.matrices.parameter import ShardedParameter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,8 @@ class LogicalMatrix:
     """One matrix that is orthogonalized as a whole.
 
     Attributes:
-        name: Parameter name, followed by ``[part]`` when the parameter holds several matrices.
+        name: Parameter name, followed by ``[part]``, ``[expert]`` or ``[expert.part]`` when the
+            parameter holds several matrices.
         parameter: Name of the parameter that stores it.
         shape: Global (m, n), the same at every layout.
         blocks: Rectangles that cover it exactly once. Of a parameter replicated over TP only the
@@ -66,100 +68,77 @@ def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     return (*pieces, (-1, 0, name))
 
 
-def _row_parts(parameter: ShardedParameter, split: bool) -> dict[str, list[tuple[int, int]]]:
-    """Global row intervals of each logical part, in the order in which they stack."""
-    rows = parameter.global_shape[0]
-    if not split or parameter.packing is RowPacking.WHOLE:
-        return {"": [(0, rows)]}
-    if parameter.packing is RowPacking.GATE_UP:
-        return {"gate": [(0, rows // 2)], "up": [(rows // 2, rows)]}
-    per_group = sum(count for _, count in parameter.part_rows)
-    if per_group == 0 or rows % per_group:
-        raise ValueError(
-            f"{parameter.name}: {rows} rows are not a multiple of the {per_group} rows of a query "
-            f"group {parameter.part_rows}; send it to Adam or turn its split off with "
-            f"--matrix-rule '{parameter.name}:split=none'"
-        )
-    parts: dict[str, list[tuple[int, int]]] = {name: [] for name, _ in parameter.part_rows}
-    for group_start in range(0, rows, per_group):
-        start = group_start
-        for name, count in parameter.part_rows:
-            parts[name].append((start, start + count))
-            start += count
-    return parts
-
-
-def _stored_runs(parameter: ShardedParameter, tp_rank: int) -> list[tuple[int, int, int]]:
-    """Runs ``(shard row, rows, global row)`` by which one TP rank stores the global rows."""
-    rows, _ = parameter.global_shape
-    if parameter.tp_dim != 0:
-        return [(0, rows, 0)]
-    local = rows // parameter.tp
-    if parameter.packing is RowPacking.GATE_UP:
-        half = local // 2
-        return [(0, half, tp_rank * half), (half, half, rows // 2 + tp_rank * half)]
-    return [(0, local, tp_rank * local)]
-
-
 def _blocks(
-    parameter: ShardedParameter, intervals: Iterable[tuple[int, int]]
+    parameter: ShardedParameter, rows_of_part: Sequence[tuple[int, int]], stacked: int
 ) -> Iterator[tuple[int, int, int, int]]:
     """Intersections ``(tp rank, shard row, rows, row in the part)`` of stored runs and a part."""
-    intervals = list(intervals)
+    rows, _ = parameter.global_shape
+    cut = parameter.tp if parameter.tp_dim == 0 else 1
+    first = stacked * parameter.shard_shape[0]
     for tp_rank in range(1 if parameter.replicated else parameter.tp):
-        for shard_row, rows, global_row in _stored_runs(parameter, tp_rank):
+        runs = stored_runs(
+            parameter.packing, rows, tp=cut, tp_rank=tp_rank if parameter.tp_dim == 0 else 0
+        )
+        for shard_row, count, global_row in runs:
             part_row = 0
-            for start, stop in intervals:
-                low, high = max(start, global_row), min(stop, global_row + rows)
+            for start, stop in rows_of_part:
+                low, high = max(start, global_row), min(stop, global_row + count)
                 if high > low:
                     yield (
                         tp_rank,
-                        shard_row + low - global_row,
+                        first + shard_row + low - global_row,
                         high - low,
                         part_row + low - start,
                     )
                 part_row += stop - start
 
 
-def logical_matrices(parameter: ShardedParameter, *, split: bool) -> tuple[LogicalMatrix, ...]:
+def logical_matrices(parameter: ShardedParameter, *, split: SplitMode) -> tuple[LogicalMatrix, ...]:
     """The matrices that one parameter holds.
 
     Args:
         parameter: The parameter.
-        split: False keeps a packed parameter as one matrix, with its rows in the global order
-            (for a gated MLP ``[gate; up]``), so that the result does not depend on TP.
+        split: ``none`` keeps packed rows as one matrix, in the global order (for a gated MLP
+            ``[gate; up]``), so that the result does not depend on TP. Stacked matrices are always
+            matrices of their own.
 
     Returns:
         One matrix per part; decided on the global shape, so the same at every layout, also when
         TP cuts through a query group.
 
     Raises:
-        ValueError: The global rows are not a multiple of the rows of a query group.
+        ValueError: The rows are to be split, but are not whole query groups or heads.
     """
-    cols = parameter.shard_shape[1]
+    rows, cols = parameter.global_shape
+    problem = parameter.packing.problem(rows, cut=1)
+    if problem and split != "none":
+        raise ValueError(
+            f"{parameter.name}: {problem}; send it to Adam or turn its split off with "
+            f"--matrix-rule '{parameter.name}:split=none'"
+        )
+    shard_cols = parameter.shard_shape[1]
     matrices = []
-    for part, intervals in _row_parts(parameter, split).items():
-        blocks = tuple(
-            Block(
-                tp_rank=tp_rank,
-                shard_row=shard_row,
-                rows=rows,
-                row=row,
-                col=tp_rank * cols if parameter.tp_dim == 1 else 0,
-                cols=cols,
+    for stacked, number in enumerate((None,) if parameter.stack is None else parameter.stack):
+        for part, rows_of_part in intervals(parameter.packing, rows, split).items():
+            label = ".".join(str(piece) for piece in (number, part) if piece not in (None, ""))
+            blocks = tuple(
+                Block(
+                    tp_rank=tp_rank,
+                    shard_row=shard_row,
+                    rows=count,
+                    row=row,
+                    col=tp_rank * shard_cols if parameter.tp_dim == 1 else 0,
+                    cols=shard_cols,
+                )
+                for tp_rank, shard_row, count, row in _blocks(parameter, rows_of_part, stacked)
             )
-            for tp_rank, shard_row, rows, row in _blocks(parameter, intervals)
-        )
-        matrices.append(
-            LogicalMatrix(
-                name=f"{parameter.name}[{part}]" if part else parameter.name,
-                parameter=parameter.name,
-                shape=(
-                    sum(stop - start for start, stop in intervals),
-                    parameter.global_shape[1],
-                ),
-                blocks=blocks,
-                replicated=parameter.replicated,
+            matrices.append(
+                LogicalMatrix(
+                    name=f"{parameter.name}[{label}]" if label else parameter.name,
+                    parameter=parameter.name,
+                    shape=(sum(stop - start for start, stop in rows_of_part), cols),
+                    blocks=blocks,
+                    replicated=parameter.replicated,
+                )
             )
-        )
     return tuple(matrices)

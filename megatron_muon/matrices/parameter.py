@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
-
-class RowPacking(Enum):
-    """How the rows of a parameter are laid out in storage and which logical parts they form."""
-
-    WHOLE = "whole"
-    """The rows are one matrix."""
-
-    QKV = "qkv"
-    """Fused attention projection: per query group ``[q … q, (gate … gate,) k, v]``."""
-
-    GATE_UP = "gate_up"
-    """Gated MLP: every TP rank stores ``[gate_r; up_r]``."""
+from megatron_muon.matrices.packing import WHOLE, Packing, RowPacking
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedParameter:
-    """A 2-D parameter of one pipeline stage, as TP and the distributed optimizer store it.
+    """A parameter of one pipeline stage, as TP and the distributed optimizer store it.
+
+    It holds one matrix, or a stack of equal matrices, one after the other (grouped experts); TP
+    cuts each matrix of a stack alike.
 
     Attributes:
         name: Name in the model, without wrapper prefixes.
-        global_shape: (m, n) of the parameter gathered over TP.
+        global_shape: (m, n) of one matrix gathered over TP.
         tp_dim: 0 when TP cuts the rows, 1 when it cuts the columns, None when every TP rank
             holds the whole parameter.
         tp: Number of TP ranks that hold it (copies when ``tp_dim`` is None).
         ranges: For each DP rank the half-open flat range ``(start, stop)`` of the TP rank's
             row-major shard that this DP rank owns; ``(0, 0)`` when it owns nothing. The same on
             every TP rank, because every TP rank has the same buffer layout.
-        packing: How the rows are packed.
-        part_rows: For ``RowPacking.QKV``: ``(part name, rows per query group)`` in storage order.
+        packing: How the rows of a matrix are packed.
+        stack: Numbers of the stacked matrices (global expert numbers), None for a single matrix.
     """
 
     name: str
@@ -41,8 +32,8 @@ class ShardedParameter:
     tp_dim: int | None
     tp: int
     ranges: tuple[tuple[int, int], ...]
-    packing: RowPacking = RowPacking.WHOLE
-    part_rows: tuple[tuple[str, int], ...] = ()
+    packing: Packing = WHOLE
+    stack: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         rows, cols = self.global_shape
@@ -51,11 +42,12 @@ class ShardedParameter:
                 f"{self.name}: dimension {self.tp_dim} of {rows}x{cols} is cut over {self.tp} TP "
                 "ranks and does not divide evenly; use a tensor-parallel size that divides it"
             )
-        halves = 2 * (self.tp if self.tp_dim == 0 else 1)
-        if self.packing is RowPacking.GATE_UP and rows % halves:
+        problem = self.packing.problem(rows, cut=self.tp if self.tp_dim == 0 else 1)
+        if problem and self.packing.rows is RowPacking.BLOCKS:
+            # Without its blocks nobody knows which rows a TP rank stores.
             raise ValueError(
-                f"{self.name}: {rows} rows of gate and up do not make two equal halves on each of "
-                f"{halves // 2} TP ranks; use an FFN size that the tensor-parallel size divides"
+                f"{self.name}: {problem}; change the sizes, or send it to Adam with --matrix-rule "
+                f"'{self.name}:optimizer=adam'"
             )
         covered = 0
         for start, stop in sorted(r for r in self.ranges if r[1] > r[0]):
@@ -64,10 +56,10 @@ class ShardedParameter:
                     f"{self.name}: DP ranges {self.ranges} do not cover the shard exactly once"
                 )
             covered = stop
-        if covered != self.shard_shape[0] * self.shard_shape[1]:
+        if covered != self.shard_numel:
             raise ValueError(
-                f"{self.name}: DP ranges {self.ranges} cover {covered} of "
-                f"{self.shard_shape[0] * self.shard_shape[1]} elements"
+                f"{self.name}: DP ranges {self.ranges} cover {covered} of {self.shard_numel} "
+                "elements"
             )
 
     @property
@@ -77,13 +69,19 @@ class ShardedParameter:
 
     @property
     def shard_shape(self) -> tuple[int, int]:
-        """(rows, cols) of one TP rank's shard."""
+        """(rows, cols) of one TP rank's shard of one matrix."""
         rows, cols = self.global_shape
         if self.tp_dim == 0:
             return rows // self.tp, cols
         if self.tp_dim == 1:
             return rows, cols // self.tp
         return rows, cols
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one TP rank's shard, all matrices of a stack together."""
+        rows, cols = self.shard_shape
+        return rows * cols * (1 if self.stack is None else len(self.stack))
 
 
 def data_parallel_ranges(

@@ -13,7 +13,7 @@ class ParameterFacts:
 
     Attributes:
         name: Name in the model, without wrapper prefixes.
-        ndim: Number of dimensions of the stored tensor.
+        shape: Global shape; of a parameter that stacks experts, the shape of one expert's matrix.
         is_linear_weight: The weight of a linear layer.
         is_embedding_or_output: Word or position embedding, or the output layer.
         is_router: A mixture-of-experts router.
@@ -21,7 +21,7 @@ class ParameterFacts:
     """
 
     name: str
-    ndim: int
+    shape: tuple[int, ...]
     is_linear_weight: bool
     is_embedding_or_output: bool
     is_router: bool
@@ -41,41 +41,56 @@ class Route:
     reason: str
 
 
-def default_route(facts: ParameterFacts) -> Route:
-    """The route without a rule: 2-D weights of linear layers are matrices, all else is Adam's."""
+def default_route(facts: ParameterFacts, *, min_dim: int) -> Route:
+    """The route without a rule: weights of linear layers are matrices, all else is Adam's.
+
+    Args:
+        facts: The parameter.
+        min_dim: A matrix with a side shorter than this goes to Adam: it is a bundle of vectors
+            (a LoRA factor, a gate with one output) more than a matrix.
+    """
+    ndim = len(facts.shape)
     if facts.is_embedding_or_output:
         return Route(optimizer="adam", reason="embedding or output layer")
     if facts.is_tied:
         return Route(optimizer="adam", reason="tied weight")
     if facts.is_router:
         return Route(optimizer="adam", reason="router")
-    if facts.ndim == 1:
+    if ndim == 1:
         return Route(optimizer="adam", reason="norm or bias")
-    if facts.ndim != 2:
-        return Route(optimizer="adam", reason=f"{facts.ndim}-D")
+    if ndim != 2:
+        return Route(optimizer="adam", reason=f"{ndim}-D")
     if not facts.is_linear_weight:
         return Route(optimizer="adam", reason="not the weight of a linear layer")
+    if min(facts.shape) < min_dim:
+        return Route(optimizer="adam", reason=f"a side shorter than {min_dim}")
     return Route(optimizer="matrix", reason="linear weight")
 
 
-def route(facts: ParameterFacts, rule: Rule) -> Route:
+def route(facts: ParameterFacts, rule: Rule, *, min_dim: int) -> Route:
     """The route of one parameter; the user's rule comes first.
+
+    Args:
+        facts: The parameter.
+        rule: The user's wishes for it.
+        min_dim: As for ``default_route``.
 
     Raises:
         ValueError: A rule sends a parameter that is not 2-D, or is tied across pipeline stages, to
             the matrix optimizer.
     """
     if rule.optimizer is None:
-        return default_route(facts)
+        return default_route(facts, min_dim=min_dim)
     if rule.optimizer == "matrix" and facts.is_tied:
         raise ValueError(
             f"a rule sends {facts.name} to the matrix optimizer, but it is tied to a copy on "
             "another pipeline stage, and the copies would drift apart; leave it to Adam, or untie "
             "the weights"
         )
-    if rule.optimizer == "matrix" and facts.ndim != 2:
+    if rule.optimizer == "matrix" and len(facts.shape) != 2:
         raise ValueError(
-            f"a rule sends {facts.name} to the matrix optimizer, but it has {facts.ndim} "
-            "dimensions; only 2-D parameters can go there, narrow the rule's pattern"
+            f"a rule sends {facts.name} to the matrix optimizer, but it has {len(facts.shape)} "
+            "dimensions; only 2-D parameters and stacks of experts can go there, narrow the rule's "
+            "pattern"
         )
     return Route(optimizer=rule.optimizer, reason="rule")

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 OptimizerChoice = Literal["matrix", "adam"]
-SplitChoice = Literal["default", "none"]
+SplitChoice = Literal["default", "none", "parts", "heads"]
 
 _KEYS = ("optimizer", "split", "lr_mult", "wd_mult")
 
@@ -21,7 +21,8 @@ class Rule:
     Attributes:
         pattern: Shell-style glob (``*``, ``?``, ``[…]``) on the whole parameter name.
         optimizer: ``matrix`` or ``adam``.
-        split: ``none`` keeps a packed parameter as one matrix, ``default`` splits it.
+        split: What a packed parameter is cut into: ``none``, its ``parts``, every attention head
+            of its parts (``heads``), or what the settings say (``default``).
         lr_mult: Factor on the learning rate (maximum and minimum).
         wd_mult: Factor on the weight decay.
     """

@@ -14,8 +14,12 @@ import torch
 from megatron_muon.exchange import Exchange, GroupTransport, check_agreement
 from megatron_muon.linalg import coefficient_schedule
 from megatron_muon.matrices import (
+    WHOLE,
+    Packing,
     RowPacking,
+    RowPart,
     ShardedParameter,
+    SplitMode,
     data_parallel_ranges,
     logical_matrices,
 )
@@ -33,8 +37,23 @@ class Whole:
     name: str
     shape: tuple[int, int]
     tp_dim: int | None
-    packing: RowPacking = RowPacking.WHOLE
-    part_rows: tuple[tuple[str, int], ...] = ()
+    packing: Packing = WHOLE
+
+    @property
+    def gated(self) -> bool:
+        return self.packing.rows is RowPacking.BLOCKS
+
+
+def units(**rows: int) -> Packing:
+    """Query groups of these parts."""
+    parts = tuple(RowPart(name=name, rows=count) for name, count in rows.items())
+    return Packing(rows=RowPacking.UNITS, parts=parts)
+
+
+def gate_up(ffn: int) -> Packing:
+    """A gated MLP."""
+    parts = (RowPart(name="gate", rows=ffn), RowPart(name="up", rows=ffn))
+    return Packing(rows=RowPacking.BLOCKS, parts=parts)
 
 
 def model(layers: int = 2) -> list[Whole]:
@@ -49,16 +68,10 @@ def model(layers: int = 2) -> list[Whole]:
                 name=f"{at}.linear_qkv.weight",
                 shape=(qkv_rows, 24),
                 tp_dim=0,
-                packing=RowPacking.QKV,
-                part_rows=(("q", query), ("k", HEAD_DIM), ("v", HEAD_DIM)),
+                packing=units(q=query, k=HEAD_DIM, v=HEAD_DIM),
             ),
             Whole(name=f"{at}.linear_proj.weight", shape=(24, HEADS * HEAD_DIM), tp_dim=1),
-            Whole(
-                name=f"{at}.linear_fc1.weight",
-                shape=(80, 24),
-                tp_dim=0,
-                packing=RowPacking.GATE_UP,
-            ),
+            Whole(name=f"{at}.linear_fc1.weight", shape=(80, 24), tp_dim=0, packing=gate_up(40)),
             Whole(name=f"{at}.linear_fc2.weight", shape=(24, 40), tp_dim=1),
             Whole(name=f"{at}.linear_down.weight", shape=(7, 24), tp_dim=None),
         ]
@@ -67,9 +80,9 @@ def model(layers: int = 2) -> list[Whole]:
 
 def parts(entry: Whole) -> list[torch.Tensor]:
     """Row indices of each logical matrix, for the reference."""
-    if entry.packing is RowPacking.QKV:
+    if entry.packing.rows is RowPacking.UNITS:
         return qkv_parts(GROUPS, HEADS, HEAD_DIM)
-    if entry.packing is RowPacking.GATE_UP:
+    if entry.gated:
         return gate_up_parts(entry.shape[0] // 2)
     return [torch.arange(entry.shape[0])]
 
@@ -78,7 +91,7 @@ def shard(entry: Whole, whole: torch.Tensor, tp: int, tp_rank: int) -> torch.Ten
     """What one TP rank stores of a whole parameter, flat."""
     if entry.tp_dim is None or tp == 1:
         return whole.clone().reshape(-1)
-    if entry.packing is RowPacking.GATE_UP:
+    if entry.gated:
         gate, up = whole.chunk(2)
         return torch.cat([gate.chunk(tp)[tp_rank], up.chunk(tp)[tp_rank]]).reshape(-1)
     return whole.chunk(tp, dim=entry.tp_dim)[tp_rank].clone().reshape(-1)
@@ -88,7 +101,7 @@ def unshard(entry: Whole, shards: list[torch.Tensor], tp: int) -> torch.Tensor:
     """Inverse of ``shard``."""
     if entry.tp_dim is None or tp == 1:
         return shards[0].view(entry.shape)
-    if entry.packing is RowPacking.GATE_UP:
+    if entry.gated:
         halves = [s.view(2, -1, entry.shape[1]) for s in shards]
         return torch.cat([h[0] for h in halves] + [h[1] for h in halves])
     rows, cols = entry.shape
@@ -121,7 +134,6 @@ def sharded_parameters(
                     dp=dp,
                 ),
                 packing=entry.packing,
-                part_rows=entry.part_rows,
             )
             for entry, low, high in members
         )
@@ -172,7 +184,7 @@ class Setting:
     buffer_mb: float = 16.0
     nesterov: bool = False
     scale_mode: str = "spectral"
-    split: bool = True
+    split: SplitMode = "parts"
     lr: float = 0.02
     weight_decay: float = 0.1
 

@@ -19,6 +19,7 @@ from tests.distributed.prescribed import (
     parts,
     plan_of,
     run_rank,
+    units,
 )
 from tests.reference.muon import QUINTIC, ReferenceMuon
 
@@ -40,7 +41,10 @@ def reference(setting: Setting, entries: list[Whole]) -> dict[str, torch.Tensor]
         extra_scale_factor=0.5,
         coefficients=QUINTIC,
     )
-    rows = {e.name: parts(e) if setting.split else [torch.arange(e.shape[0])] for e in entries}
+    rows = {
+        e.name: parts(e) if setting.split == "parts" else [torch.arange(e.shape[0])]
+        for e in entries
+    }
     for step in range(setting.steps):
         rule.step(weights, {e.name: gradient(e, step, torch.float64) for e in entries}, rows)
     return weights
@@ -120,7 +124,7 @@ def test_no_matrix_at_all(ranks: Ranks) -> None:
 
 
 def test_unsplit_is_one_matrix_in_global_row_order(ranks: Ranks) -> None:
-    setting = Setting(tp=4, dp=1, dtype=torch.float64, split=False, steps=4)
+    setting = Setting(tp=4, dp=1, dtype=torch.float64, split="none", steps=4)
     assert errors(ranks, setting, model()) < 1e-10
 
 
@@ -151,9 +155,7 @@ class TestAWrongVariantFails:
 
     def test_blockwise_per_tp_shard(self, ranks: Ranks) -> None:
         entries = [Whole(name="layers.0.linear_proj.weight", shape=(24, 32), tp_dim=0)]
-        blockwise = [
-            dataclasses.replace(e, packing=_QKV, part_rows=(("a", 12), ("b", 12))) for e in entries
-        ]
+        blockwise = [dataclasses.replace(e, packing=units(a=12, b=12)) for e in entries]
         assert errors(ranks, self.setting, entries) < 1e-10
         expected = reference(self.setting, entries)
         results = ranks(4, run_rank, self.setting, blockwise)
@@ -162,7 +164,7 @@ class TestAWrongVariantFails:
         assert (got[name][0] - expected[name]).norm() / expected[name].norm() > 1e-3
 
     def test_qkv_not_split(self, ranks: Ranks) -> None:
-        wrong = dataclasses.replace(self.setting, split=False)
+        wrong = dataclasses.replace(self.setting, split="none")
         entries = model(1)
         results = ranks(4, run_rank, wrong, entries)
         got = assemble(results, wrong, entries, "masters")["layers.0.linear_qkv.weight"][0]
@@ -183,6 +185,3 @@ class TestAWrongVariantFails:
         assert errors(ranks, setting, entries) < 1e-10
         monkeypatch.setattr(runner.Exchange, "__init__", forgets_the_last_wave)
         assert errors(ranks, setting, entries) > 1e-3
-
-
-_QKV = next(e.packing for e in model(1) if e.part_rows)

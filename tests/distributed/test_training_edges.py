@@ -454,24 +454,40 @@ def test_resume_with_other_rates_and_rules(ranks: Ranks, tmp_path: Path) -> None
     assert rates == {5e-3, 2.5e-3}
 
 
-def test_process_groups_without_the_exchange_group_are_refused(ranks: Ranks) -> None:
-    def body(rank: int) -> str:
-        from megatron.core.optimizer import OptimizerConfig
-        from megatron.core.process_groups_config import ProcessGroupCollection
+def _with_groups(rank: int, lacking: str, tp: int) -> dict[str, Any] | str:
+    """One step with explicit process groups, of which one is missing."""
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.process_groups_config import ProcessGroupCollection
 
-        import megatron_muon
+    import megatron_muon
 
-        layout()
-        wrapped = tiny_gpt.wrap_ddp(tiny_gpt.build_gpt())
-        groups = ProcessGroupCollection.use_mpu_process_groups()
-        groups.tp_dp_cp = None
-        config = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True)
-        with pytest.raises(ValueError) as refused:
-            megatron_muon.get_matrix_optimizer(config, [wrapped], pg_collection=groups)
-        return str(refused.value)
+    layout(tp=tp)
+    wrapped = tiny_gpt.wrap_ddp(tiny_gpt.build_gpt())
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    if lacking:
+        setattr(groups, lacking, None)
+    config = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True)
+    try:
+        optimizer = megatron_muon.get_matrix_optimizer(
+            config, [wrapped], pg_collection=groups, use_gloo_process_groups=False
+        )
+    except ValueError as error:
+        return str(error)
+    tiny_gpt.train_step(wrapped, optimizer, 0)
+    return tiny_gpt.gather_full(wrapped)
 
-    (message,) = ranks(1, body)
-    assert "pg_collection lacks tp_dp_cp" in message
+
+def test_a_missing_process_group_is_refused_by_name(ranks: Ranks) -> None:
+    (message,) = ranks(1, _with_groups, "tp", 1)
+    assert "pg_collection lacks tp: give it" in message
+
+
+def test_the_exchange_group_is_made_where_megatron_gives_none(ranks: Ranks) -> None:
+    """Ranks 0..3 as TP2 x DP2: every rank makes it, and the update is the same."""
+    given = ranks(4, _with_groups, "", 2)
+    made = ranks(4, _with_groups, "tp_dp_cp", 2)
+    for one, other in zip(given, made, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize("dp", [1, 4])

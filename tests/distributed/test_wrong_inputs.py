@@ -53,8 +53,8 @@ def launch(rank: int, script: str, flags: list[str]) -> tuple[int, str]:
             ["--dmuon-exchange-buffer-mb 1", "linear_fc1.weight"],
         ),
         (
-            "--use-precision-aware-optimizer --num-experts 4 --muon-tp-mode duplicated",
-            ["--use-precision-aware-optimizer", "--num-experts", "--muon-tp-mode", "3 conf"],
+            "--use-precision-aware-optimizer --matrix-min-dim 0 --muon-tp-mode duplicated",
+            ["--use-precision-aware-optimizer", "--matrix-min-dim", "--muon-tp-mode", "3 conf"],
         ),
     ],
 )

@@ -11,15 +11,26 @@ import torch
 
 from megatron_muon.config import MatrixConfig
 from megatron_muon.integration.model_parameters import ModelParameter
-from megatron_muon.integration.report import RoutedParameter, adam_traffic_bytes, startup_report
-from megatron_muon.matrices import ParameterFacts, RowPacking, Rule, route
+from megatron_muon.integration.report import adam_traffic_bytes, startup_report, summarize
+from megatron_muon.integration.routes import RoutedParameter
+from megatron_muon.matrices import WHOLE, Packing, ParameterFacts, Rule, SplitMode, route
 from megatron_muon.optim import MuonRule
 from megatron_muon.placement import Plan
-from tests.distributed.prescribed import Whole
+from tests.distributed.prescribed import Whole, gate_up
 from tests.unit.placement.stages import stage_of
 
+SETTINGS = MatrixConfig(exchange_buffer_mb=64.0, min_dim=1)
+BUFFER = SimpleNamespace(numel=2000, grad_dtype=torch.float32, param_dtype=torch.bfloat16)
 
-def _routed(name: str, shape: tuple[int, ...], **facts: bool) -> RoutedParameter:
+
+def _routed(
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    packing: Packing = WHOLE,
+    split: SplitMode = "none",
+    **facts: bool,
+) -> RoutedParameter:
     known = {
         "is_linear_weight": len(shape) == 2,
         "is_embedding_or_output": False,
@@ -27,25 +38,37 @@ def _routed(name: str, shape: tuple[int, ...], **facts: bool) -> RoutedParameter
         "is_tied": False,
         **facts,
     }
-    described = ParameterFacts(name=name, ndim=len(shape), **known)
+    described = ParameterFacts(name=name, shape=shape, **known)
     rule = Rule(pattern=name)
     return RoutedParameter(
         parameter=ModelParameter(
             tensor=torch.nn.Parameter(torch.empty(shape)),
             facts=described,
             tp_dim=None,
-            packing=RowPacking.WHOLE,
-            part_rows=(),
+            tp=1,
+            packing=packing,
+            family="",
             is_expert=False,
+            stack=None,
         ),
-        route=route(described, rule),
+        route=route(described, rule, min_dim=1),
         rule=rule,
-        split=True,
+        split=split,
     )
 
 
-def _child(plan: Plan | None, *, dp: int = 1, **rule: Any) -> Any:
-    """What the report reads of a ``MatrixDistributedOptimizer``: 2000 elements, fp32 and bf16."""
+def _report(
+    entries: Sequence[Whole],
+    *,
+    tp: int = 2,
+    dp: int = 1,
+    extra: Sequence[RoutedParameter] = (),
+    settings: MatrixConfig = SETTINGS,
+    groups: int = 1,
+    **rule: Any,
+) -> list[str]:
+    """Lines for the entries and further parameters; 2 buffers of 2000 elements, fp32 and bf16."""
+    plan = _plan(entries, tp=tp, dp=dp)
     values: dict[str, Any] = {
         "momentum": 0.9,
         "nesterov": True,
@@ -54,18 +77,23 @@ def _child(plan: Plan | None, *, dp: int = 1, **rule: Any) -> Any:
         "extra_scale_factor": 0.2,
         "compute_dtype": torch.bfloat16,
     }
-    buffer = SimpleNamespace(numel=2000, grad_dtype=torch.float32, param_dtype=torch.bfloat16)
-    return SimpleNamespace(
-        plan=plan,
-        rule=MuonRule(**(values | rule)),
-        data_parallel_group=SimpleNamespace(size=lambda: dp),
-        buffers=[buffer, buffer],
+    routed = [
+        _routed(e.name, e.shape, packing=e.packing, split="parts" if e.packing.parts else "none")
+        for e in entries
+    ]
+    summary = summarize(
+        settings,
+        plan,
+        MuonRule(**(values | rule)),
+        [*routed, *extra],
+        domain="dense",
+        buffers=[BUFFER, BUFFER],
     )
+    return startup_report(settings, [summary] * groups).splitlines()
 
 
-def _report(routed: Sequence[RoutedParameter], *children: Any) -> list[str]:
-    optimizer = SimpleNamespace(chained_optimizers=list(children))
-    return startup_report(MatrixConfig(exchange_buffer_mb=64.0), routed, optimizer).splitlines()
+def _plan(entries: Sequence[Whole], *, tp: int, dp: int) -> Plan:
+    return stage_of(entries, tp=tp, dp=dp).plan()
 
 
 def _cells(lines: Sequence[str], first: str) -> list[list[str]]:
@@ -82,8 +110,7 @@ ENTRIES = [
     *(Whole(name=f"layers.{i}.fc2.weight", shape=(8, 8), tp_dim=0) for i in range(2)),
     *(Whole(name=f"layers.{i}.down.weight", shape=(4, 8), tp_dim=None) for i in range(2)),
 ]
-ROUTED = [
-    *(_routed(f"layers.{i}.proj.weight", (16, 8)) for i in range(12)),
+OTHERS = [
     _routed("embedding.weight", (100, 8), is_embedding_or_output=True),
     _routed("norm.weight", (8,)),
     _routed("norm.bias", (8,)),
@@ -91,9 +118,9 @@ ROUTED = [
 
 
 def test_every_parameter_is_counted_with_the_reason() -> None:
-    lines = _report(ROUTED, _child(None))
-    assert lines[0].startswith("megatron_muon dmuon: parameters of this pipeline stage")
-    assert _cells(lines, "dmuon") == [["dmuon", "12", "1,536", "linear weight"]]
+    lines = _report(ENTRIES, extra=OTHERS)
+    assert lines[0] == "megatron_muon dmuon: parameters of the model"
+    assert _cells(lines, "dmuon") == [["dmuon", "16", "1,728", "linear weight"]]
     assert _cells(lines, "adam") == [
         ["adam", "1", "800", "embedding or output layer"],
         ["adam", "2", "16", "norm or bias"],
@@ -101,39 +128,64 @@ def test_every_parameter_is_counted_with_the_reason() -> None:
 
 
 def test_equal_matrices_of_all_layers_are_one_row() -> None:
-    lines = _report(ROUTED, _child(stage_of(ENTRIES, tp=2, dp=1).plan()))
-    assert _cells(lines, "layers.") == [
-        ["layers.*.down.weight", "4x8", "2", "copy on every TP rank"],
-        ["layers.*.fc2.weight", "8x8", "2", "rows"],
-        ["layers.*.proj.weight", "16x8", "12", "columns"],
+    """Shape, count, split, cut, scale (0.2 x sqrt of the longer side), owners."""
+    assert _cells(_report(ENTRIES), "layers.") == [
+        [
+            "layers.*.down.weight",
+            "4x8",
+            "2",
+            "-",
+            "copy on every TP rank",
+            "0.5657",
+            "2 of 2 ranks",
+        ],
+        ["layers.*.fc2.weight", "8x8", "2", "-", "rows", "0.5657", "2 of 2 ranks"],
+        ["layers.*.proj.weight", "16x8", "12", "-", "columns", "0.8", "2 of 2 ranks"],
     ]
 
 
+def test_exchange_groups_are_summed_and_said_once() -> None:
+    lines = _report(ENTRIES, groups=3)
+    assert [row[2] for row in _cells(lines, "layers.")] == ["6", "6", "36"]
+    assert {row[-1] for row in _cells(lines, "layers.")} == {"6 of 6 ranks"}
+    assert sum("owner load" in line for line in lines) == 1
+    assert any(line.endswith("(the same in 3 exchange groups)") for line in lines)
+
+
 def test_nothing_is_cut_at_tp_1() -> None:
-    lines = _report(ROUTED, _child(stage_of(ENTRIES, tp=1, dp=2).plan()))
-    assert {row[-1] for row in _cells(lines, "layers.")} == {"not cut"}
+    lines = _report(ENTRIES, tp=1, dp=2)
+    assert {row[4] for row in _cells(lines, "layers.")} == {"not cut"}
 
 
 def test_parts_of_a_packed_parameter_have_rows_of_their_own() -> None:
     entries = [
-        Whole(
-            name=f"layers.{i}.fc1.weight",
-            shape=(32, 8),
-            tp_dim=0,
-            packing=RowPacking.GATE_UP,
-        )
+        Whole(name=f"layers.{i}.fc1.weight", shape=(32, 8), tp_dim=0, packing=gate_up(16))
         for i in range(3)
     ]
-    lines = _report(ROUTED, _child(stage_of(entries, tp=2, dp=1).plan()))
-    assert _cells(lines, "layers.") == [
-        ["layers.*.fc1.weight[gate]", "16x8", "3", "rows"],
-        ["layers.*.fc1.weight[up]", "16x8", "3", "rows"],
+    lines = _report(entries)
+    assert [row[:5] for row in _cells(lines, "layers.")] == [
+        ["layers.*.fc1.weight[gate]", "16x8", "3", "part of gate, up", "rows"],
+        ["layers.*.fc1.weight[up]", "16x8", "3", "part of gate, up", "rows"],
     ]
+
+
+def test_experts_and_heads_of_any_number_are_one_family() -> None:
+    from megatron_muon.integration.report import _family_name
+
+    assert _family_name("layers.3.experts.linear_fc1.weight17") == (
+        "layers.*.experts.linear_fc1.weight*"
+    )
+    assert _family_name("a.weight12[gate]") == "a.weight*[gate]"
+    assert _family_name("a.linear_fc1.weight[12.gate]") == "a.linear_fc1.weight[*.gate]"
+    assert _family_name("a.linear_qkv.weight[q31]") == "a.linear_qkv.weight[q*]"
+    assert _family_name("layers.0.experts.local_experts.5.linear_fc1.weight") == (
+        "layers.*.experts.local_experts.*.linear_fc1.weight"
+    )
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_the_update_is_described(nesterov: bool) -> None:
-    lines = _report(ROUTED, _child(stage_of(ENTRIES, tp=2, dp=1).plan(), nesterov=nesterov))
+    lines = _report(ENTRIES, nesterov=nesterov)
     (line,) = (line for line in lines if line.startswith("update: "))
     assert line == (
         "update: spectral scale x 0.2, 5 Newton-Schulz steps (quintic), computed in bfloat16, "
@@ -143,17 +195,16 @@ def test_the_update_is_described(nesterov: bool) -> None:
 
 def test_owners_waves_and_bytes_are_those_of_the_plan() -> None:
     entries = [Whole(name=f"layers.{i}.w", shape=(512, 256), tp_dim=0) for i in range(12)]
-    plan = stage_of(entries, tp=2, dp=3).plan()
-    lines = _report(ROUTED, _child(plan, dp=3))
-    (owners,) = (line for line in lines if " owners (" in line)
-    assert owners.startswith("12 matrices, 6 owners (TP 2 x DP 3), waves: 1; owner load max/mean")
-    assert "max/mean 1.000, best possible 1.000; busiest owner has 2 matrices" in owners
-    assert owners.endswith(f"{2 * 512 * 256 * 256 / 1e9:.3g} GFLOP a step")
-    (exchange,) = (line for line in lines if line.startswith("exchange: "))
-    sent = max(load.sent_bytes for load in plan.loads)
-    peak = max(load.peak_buffer_bytes for load in plan.loads)
+    loads = _plan(entries, tp=2, dp=3).loads
+    lines = _report(entries, dp=3)
+    (line,) = (line for line in lines if " owners, " in line)
+    assert line.startswith("dense, TP 2 x DP 3: 12 matrices, 6 owners, waves: 1; owner load")
+    assert "max/mean 1.000, best possible 1.000; busiest owner has 2 matrices" in line
+    assert f"{2 * 512 * 256 * 256 / 1e9:.3g} GFLOP a step" in line
+    sent = max(load.sent_bytes for load in loads)
+    peak = max(load.peak_buffer_bytes for load in loads)
     # The ring over 3 ranks: 2/3 of 4000 elements of 4 + 2 bytes.
-    assert exchange == (
+    assert line.endswith(
         f"exchange: at most {sent / 2**20:.2f} MiB sent by a rank and step "
         f"({sent / 16_000:.2f} x what AdamW's reduce and gather send); buffers at most "
         f"{peak / 2**20:.2f} MiB of --dmuon-exchange-buffer-mb 64"
@@ -163,18 +214,26 @@ def test_owners_waves_and_bytes_are_those_of_the_plan() -> None:
 
 @pytest.mark.parametrize(("dp", "expected"), [(1, 0), (2, 12_000), (3, 16_000), (4, 18_000)])
 def test_traffic_of_adam_is_the_rings(dp: int, expected: int) -> None:
-    assert adam_traffic_bytes(_child(None, dp=dp)) == expected
+    assert adam_traffic_bytes([BUFFER, BUFFER], dp) == expected
 
 
 def test_without_data_parallel_ranks_nothing_is_compared_with_adam() -> None:
-    lines = _report(ROUTED, _child(stage_of(ENTRIES, tp=2, dp=1).plan()))
-    (exchange,) = (line for line in lines if line.startswith("exchange: "))
-    assert "AdamW" not in exchange
+    (line,) = (line for line in _report(ENTRIES) if "exchange: " in line)
+    assert "AdamW" not in line
 
 
 def test_idle_owners_are_warned_of() -> None:
-    lines = _report(ROUTED, _child(stage_of(ENTRIES[:5], tp=2, dp=4).plan(), dp=4))
-    assert "warning: 3 of 8 owners have no matrix, there are fewer matrices than ranks" in lines
+    lines = _report(ENTRIES[:5], dp=4)
+    assert (
+        "warning: 3 of 8 dense owners have no matrix, there are fewer matrices than ranks" in lines
+    )
+
+
+def test_thin_parts_are_warned_of() -> None:
+    settings = MatrixConfig(min_dim=5)
+    lines = _report(ENTRIES, settings=settings)
+    (line,) = (line for line in lines if line.startswith("warning"))
+    assert line.startswith("warning: layers.*.down.weight (4x8) has a side shorter than")
 
 
 def test_a_matrix_that_dominates_is_warned_of() -> None:
@@ -183,19 +242,16 @@ def test_a_matrix_that_dominates_is_warned_of() -> None:
         Whole(name="layers.0.large", shape=(64, 8), tp_dim=0),
         *(Whole(name=f"layers.{i}.w", shape=(8, 8), tp_dim=0) for i in range(1, 8)),
     ]
-    lines = _report(ROUTED, _child(stage_of(entries, tp=2, dp=1).plan()))
-    assert [line for line in lines if line.startswith("warning")] == [
+    assert [line for line in _report(entries) if line.startswith("warning")] == [
         (
             "warning: layers.0.large (64x8) alone takes 1.07 x the mean load of an owner and "
             "dominates the balance"
         )
     ]
-    lines = _report(ROUTED, _child(stage_of([*entries, ENTRIES[0]], tp=2, dp=1).plan()))
-    assert not any("warning" in line for line in lines)
+    assert not any("warning" in line for line in _report([*entries, ENTRIES[0]]))
 
 
-def test_a_stage_without_matrices_says_so() -> None:
-    adam = [entry for entry in ROUTED if entry.route.optimizer == "adam"]
-    lines = _report(adam, _child(stage_of([], tp=2, dp=2).plan()))
+def test_a_model_without_matrices_says_so() -> None:
+    lines = _report([], dp=2, extra=OTHERS)
     assert lines[-1] == "no parameter goes to the matrix optimizer: all are trained with Adam"
     assert not any("owners" in line or "update:" in line for line in lines)

@@ -68,35 +68,10 @@ UNSUPPORTED = [
     ("--fp8-param-gather", "--fp8-param-gather", "remove the flag"),
     ("--fp4-param-gather", "--fp4-param-gather", "remove the flag"),
     (
-        "--num-distributed-optimizer-instances 2",
-        "--num-distributed-optimizer-instances",
-        "set it to 1",
-    ),
-    ("--context-parallel-size 2", "--context-parallel-size", "set it to 1"),
-    (
-        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
-        "interleaved or custom pipeline layout",
-        "use plain pipeline stages",
-    ),
-    (
-        "--num-virtual-stages-per-pipeline-rank 2",
-        "interleaved or custom pipeline layout",
-        "use plain pipeline stages",
-    ),
-    (
-        "--pipeline-model-parallel-layout Et|tL",
-        "interleaved or custom pipeline layout",
-        "use plain pipeline stages",
-    ),
-    (
         "--overlap-param-gather-with-optimizer-step",
         "--overlap-param-gather-with-optimizer-step",
         "use --overlap-param-gather",
     ),
-    ("--num-experts 4", "--num-experts", "--optimizer adam"),
-    ("--multi-latent-attention", "--multi-latent-attention", "--optimizer adam"),
-    ("--mtp-num-layers 1", "--mtp-num-layers", "remove the flag"),
-    ("--hybrid-layer-pattern M*", "--hybrid-layer-pattern", "use a GPT model"),
     ("--use-mup", "--use-mup", "set --matrix-lr"),
     (
         "--tensor-parallel-num-weight-shards 4",
@@ -117,6 +92,36 @@ UNSUPPORTED = [
     ("--muon-fp32-matmul-prec high", "--muon-fp32-matmul-prec", "use --dmuon-compute-dtype"),
     ("--muon-scalar-optimizer lion", "--muon-scalar-optimizer", "remove the flag"),
 ]
+
+
+SUPPORTED = [
+    "--num-experts 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+    "--num-distributed-optimizer-instances 2",
+    "--context-parallel-size 2",
+    "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1",
+    "--num-virtual-stages-per-pipeline-rank 2",
+    "--pipeline-model-parallel-layout Et|tL",
+    "--multi-latent-attention",
+    "--mtp-num-layers 1",
+    "--hybrid-layer-pattern M*",
+]
+
+
+@pytest.mark.parametrize("words", SUPPORTED)
+def test_parallelism_and_models_of_megatron_are_not_refused(parse: Parse, words: str) -> None:
+    args = parse(*DMUON, *words.split())
+    translate_arguments(args)
+    assert args.matrix_optimizer == "dmuon"
+
+
+def test_instances_without_einops_are_refused(
+    parse: Parse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_muon.integration import support
+
+    monkeypatch.setattr(support, "find_spec", lambda name: None)
+    (problem,) = _problems(parse(*DMUON, "--num-distributed-optimizer-instances", "2"))
+    assert "pip install einops" in problem
 
 
 @pytest.mark.parametrize(("words", "flag", "instead"), UNSUPPORTED, ids=[u[0] for u in UNSUPPORTED])
@@ -198,13 +203,19 @@ def test_custom_coefficients_that_cannot_be_read_are_one_problem(parse: Parse) -
 
 def test_everything_that_is_wrong_is_said_together(parse: Parse) -> None:
     words = (
-        "--optimizer dmuon --fp16 --num-experts 4 --muon-tp-mode duplicated --muon-momentum 2 "
+        "--optimizer dmuon --fp16 --matrix-min-dim 0 --muon-tp-mode duplicated --muon-momentum 2 "
         "--matrix-lr 1e-5 --matrix-rule *:x=1 --matrix-rule a:lr_mult=-1"
     )
     args = parse(*words.split())
     problems = _problems(args)
     for sentence in (
-        *("--fp16", "--num-experts", "--muon-tp-mode", "--muon-momentum is 2.0", "unknown key 'x'"),
+        *(
+            "--fp16",
+            "--matrix-min-dim is 0",
+            "--muon-tp-mode",
+            "--muon-momentum is 2.0",
+            "unknown key 'x'",
+        ),
         *("lr_mult is '-1'", "maximum at 1e-05", "at data-parallel size 4 needs Megatron's"),
     ):
         assert sum(sentence in problem for problem in problems) == 1, sentence
@@ -248,6 +259,10 @@ def test_one_data_parallel_rank_switches_the_distributed_optimizer_on(
 
 
 STRAY = [
+    "--dmuon-no-split-mla",
+    "--dmuon-no-split-ssm",
+    "--dmuon-split-heads",
+    "--matrix-min-dim 16",
     "--matrix-lr 1",
     "--matrix-min-lr 0",
     "--matrix-weight-decay 0",
@@ -317,7 +332,8 @@ EVERYTHING = (
     "--muon-no-split-qkv --dmuon-no-split-gate-up --dmuon-coefficients 3,-2.5,0.5;1.5,-0.5,0 "
     "--dmuon-compute-dtype fp32 --dmuon-exchange-buffer-mb 64.5 --matrix-lr 0.02 "
     "--matrix-min-lr 0.002 --matrix-weight-decay 0.3 --matrix-rule *.a:lr_mult=2 "
-    "--matrix-rule *.b:optimizer=adam"
+    "--matrix-rule *.b:optimizer=adam --dmuon-no-split-mla --dmuon-no-split-ssm "
+    "--dmuon-split-heads --matrix-min-dim 8"
 )
 
 
@@ -339,6 +355,10 @@ def test_every_setting_is_read_from_its_flag(parse: Parse, tmp_path: Path) -> No
         num_ns_steps=4,
         split_qkv=False,
         split_gate_up=False,
+        split_mla=False,
+        split_ssm=False,
+        split_heads=True,
+        min_dim=8,
         compute_dtype="fp32",
         exchange_buffer_mb=64.5,
         lr=0.02,

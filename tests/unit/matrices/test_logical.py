@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 
 from megatron_muon.matrices import (
+    WHOLE,
     LogicalMatrix,
+    Packing,
     RowPacking,
+    RowPart,
     ShardedParameter,
+    SplitMode,
     logical_matrices,
     natural_key,
 )
@@ -20,25 +24,45 @@ TP_SIZES = (1, 2, 4, 8)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A parameter as one process holds it; ``group`` is (part, rows) of one query group."""
+    """A parameter as one process holds it; ``shape`` is that of one matrix of a stack."""
 
     name: str
     shape: tuple[int, int]
     tp_dim: int | None = 0
-    packing: RowPacking = RowPacking.WHOLE
-    group: tuple[tuple[str, int], ...] = ()
+    packing: Packing = WHOLE
+    stack: tuple[int, ...] | None = None
+
+
+def _units(name: str, *parts: tuple[str, int, int], units: int, tp_dim: int | None = 0) -> Case:
+    """Parts (name, rows, heads) of each of so many units."""
+    packing = Packing(
+        rows=RowPacking.UNITS,
+        parts=tuple(RowPart(name=part, rows=rows, heads=heads) for part, rows, heads in parts),
+    )
+    return Case(name=name, shape=(units * packing.rows_per_unit, 5), tp_dim=tp_dim, packing=packing)
 
 
 def _qkv(name: str, *, groups: int, heads: int, head_dim: int, gated: bool = False) -> Case:
     """``heads`` query heads in each of ``groups`` query groups."""
     query = heads * head_dim
-    gate = (("gate", query),) if gated else ()
-    parts = (("q", query), *gate, ("k", head_dim), ("v", head_dim))
+    gate = (("gate", query, heads),) if gated else ()
+    return _units(
+        name, ("q", query, heads), *gate, ("k", head_dim, 1), ("v", head_dim, 1), units=groups
+    )
+
+
+def _blocks(
+    name: str, *parts: tuple[str, int], stack: tuple[int, ...] | None = None, tp_dim: int | None = 0
+) -> Case:
+    packing = Packing(
+        rows=RowPacking.BLOCKS, parts=tuple(RowPart(name=part, rows=rows) for part, rows in parts)
+    )
     return Case(
         name=name,
-        shape=(groups * sum(rows for _, rows in parts), 5),
-        packing=RowPacking.QKV,
-        group=parts,
+        shape=(packing.rows_per_unit, 5),
+        packing=packing,
+        stack=stack,
+        tp_dim=tp_dim,
     )
 
 
@@ -46,57 +70,81 @@ CASES = (
     Case(name="row cut", shape=(24, 7)),
     Case(name="column cut", shape=(7, 24), tp_dim=1),
     Case(name="replicated", shape=(7, 5), tp_dim=None),
-    Case(name="gated fc1", shape=(48, 5), packing=RowPacking.GATE_UP),
+    _blocks("gated fc1", ("gate", 24), ("up", 24)),
+    _blocks("mamba in_proj", ("z", 24), ("x", 24), ("B", 16), ("C", 16), ("dt", 8)),
     _qkv("GQA, groups divide", groups=8, heads=2, head_dim=3),
     _qkv("GQA, TP cuts through groups and heads", groups=2, heads=4, head_dim=4),
     _qkv("MQA", groups=1, heads=6, head_dim=5),
     _qkv("plain attention", groups=8, heads=1, head_dim=2),
     _qkv("gated attention, groups divide", groups=8, heads=3, head_dim=2, gated=True),
     _qkv("gated attention, TP cuts through groups", groups=4, heads=2, head_dim=2, gated=True),
+    _units("MLA kv_up", ("k", 3, 1), ("v", 2, 1), units=8),
+    _units("MLA kv_down, replicated", ("latent", 7, 1), ("rope", 2, 1), units=1, tp_dim=None),
+    _units("MLA kv_down, cut", ("latent", 13, 1), ("rope", 3, 1), units=1),
+    Case(name="grouped fc2, columns", shape=(5, 16), tp_dim=1, stack=(4, 5, 6)),
+    Case(name="grouped fc1, rows", shape=(16, 5), stack=(0, 1)),
+    _blocks("grouped gated fc1", ("gate", 8), ("up", 8), stack=(2, 3, 4)),
+    _blocks("grouped gated fc1, one copy", ("gate", 3), ("up", 3), stack=(0, 1), tp_dim=None),
 )
 EVERY_CASE = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 EVERY_TP = pytest.mark.parametrize("tp", TP_SIZES)
 
 
 def _whole(case: Case) -> np.ndarray:
-    """The whole parameter; every element is different."""
-    return np.arange(case.shape[0] * case.shape[1]).reshape(case.shape)
+    """The whole parameter (stack, rows, columns); every element is different."""
+    stacked = 1 if case.stack is None else len(case.stack)
+    return np.arange(stacked * case.shape[0] * case.shape[1]).reshape(stacked, *case.shape)
 
 
 def _shards(case: Case, tp: int) -> list[np.ndarray]:
-    """What Megatron stores on each TP rank."""
+    """The 2-D view of what Megatron stores on each TP rank."""
     whole = _whole(case)
     if case.tp_dim is None:
-        return [whole] * tp
-    if case.packing is RowPacking.GATE_UP:
-        gate, up = np.split(whole, 2)
-        halves = zip(np.split(gate, tp), np.split(up, tp), strict=True)
-        return [np.concatenate(half) for half in halves]
-    return np.split(whole, tp, axis=case.tp_dim)
+        return [whole.reshape(-1, case.shape[1])] * tp
+    if case.packing.rows is RowPacking.BLOCKS:
+        ends = np.cumsum([part.rows for part in case.packing.parts])[:-1]
+        cut = [np.split(block, tp, axis=1) for block in np.split(whole, ends, axis=1)]
+        shards = [np.concatenate(pieces, axis=1) for pieces in zip(*cut, strict=True)]
+    else:
+        shards = np.split(whole, tp, axis=1 + case.tp_dim)
+    return [shard.reshape(-1, shard.shape[2]) for shard in shards]
 
 
-def _expected(case: Case) -> dict[str, np.ndarray]:
+def _expected(case: Case, split: SplitMode = "parts") -> dict[str, np.ndarray]:
     """Whole parts by name."""
-    whole = _whole(case)
-    if case.packing is RowPacking.GATE_UP:
-        half = len(whole) // 2
-        return {f"{case.name}[gate]": whole[:half], f"{case.name}[up]": whole[half:]}
-    if case.packing is RowPacking.QKV:
-        per_group = sum(rows for _, rows in case.group)
-        grouped = whole.reshape(-1, per_group, case.shape[1])
-        parts, start = {}, 0
-        for part, rows in case.group:
-            parts[f"{case.name}[{part}]"] = grouped[:, start : start + rows].reshape(
-                -1, case.shape[1]
-            )
-            start += rows
-        return parts
-    return {case.name: whole}
+    found = {}
+    for index, whole in enumerate(_whole(case)):
+        number = [] if case.stack is None else [str(case.stack[index])]
+        for part, rows in _parts(case, whole, split).items():
+            label = ".".join([*number, part] if part else number)
+            found[f"{case.name}[{label}]" if label else case.name] = rows
+    return found
+
+
+def _parts(case: Case, whole: np.ndarray, split: SplitMode) -> dict[str, np.ndarray]:
+    parts = case.packing.parts
+    if split == "none" or case.packing.rows is RowPacking.WHOLE:
+        return {"": whole}
+    ends = np.cumsum([part.rows for part in parts])[:-1]
+    if case.packing.rows is RowPacking.BLOCKS:
+        pieces = np.split(whole, ends)
+        return {part.name: piece for part, piece in zip(parts, pieces, strict=True)}
+    grouped = whole.reshape(-1, case.packing.rows_per_unit, case.shape[1])
+    found = {}
+    for unit, group in enumerate(grouped):
+        for part, piece in zip(parts, np.split(group, ends), strict=True):
+            if split == "parts":
+                found.setdefault(part.name, []).append(piece)
+            else:
+                for head, rows in enumerate(np.split(piece, part.heads)):
+                    found[f"{part.name}{unit * part.heads + head}"] = [rows]
+    return {name: np.concatenate(pieces) for name, pieces in found.items()}
 
 
 def _parameter(case: Case, tp: int) -> ShardedParameter:
     tp_dim = None if tp == 1 else case.tp_dim
-    numel = case.shape[0] * case.shape[1] // (1 if tp_dim is None else tp)
+    stacked = 1 if case.stack is None else len(case.stack)
+    numel = stacked * case.shape[0] * case.shape[1] // (1 if tp_dim is None else tp)
     return ShardedParameter(
         name=case.name,
         global_shape=case.shape,
@@ -104,7 +152,7 @@ def _parameter(case: Case, tp: int) -> ShardedParameter:
         tp=tp,
         ranges=((0, numel),),
         packing=case.packing,
-        part_rows=case.group,
+        stack=case.stack,
     )
 
 
@@ -122,11 +170,18 @@ def _assembled(matrix: LogicalMatrix, shards: list[np.ndarray]) -> np.ndarray:
     return result
 
 
+SPLITS = pytest.mark.parametrize("split", ["parts", "heads", "none"])
+
+
+@SPLITS
 @EVERY_TP
 @EVERY_CASE
-def test_blocks_of_the_shards_give_the_rows_of_the_whole(case: Case, tp: int) -> None:
-    matrices = logical_matrices(_parameter(case, tp), split=True)
-    expected = _expected(case)
+def test_blocks_of_the_shards_give_the_rows_of_the_whole(
+    case: Case, tp: int, split: SplitMode
+) -> None:
+    """Unsplit too: a gated MLP, whose storage depends on TP, is ``[gate; up]`` at every TP."""
+    matrices = logical_matrices(_parameter(case, tp), split=split)
+    expected = _expected(case, split)
     assert [m.name for m in matrices] == list(expected)
     for matrix in matrices:
         assert matrix.parameter == case.name
@@ -137,20 +192,12 @@ def test_blocks_of_the_shards_give_the_rows_of_the_whole(case: Case, tp: int) ->
 
 @EVERY_TP
 @EVERY_CASE
-def test_unsplit_is_one_matrix_in_global_row_order(case: Case, tp: int) -> None:
-    """Also a gated MLP, whose storage order depends on TP: ``[gate; up]`` at every TP."""
-    (matrix,) = logical_matrices(_parameter(case, tp), split=False)
-    assert matrix.name == case.name
-    assert (_assembled(matrix, _shards(case, tp)) == _whole(case)).all()
-
-
-@EVERY_TP
-@EVERY_CASE
-@pytest.mark.parametrize("split", [True, False])
-def test_every_stored_row_is_in_exactly_one_block(case: Case, tp: int, split: bool) -> None:
+@SPLITS
+def test_every_stored_row_is_in_exactly_one_block(case: Case, tp: int, split: SplitMode) -> None:
     """Of a replicated parameter the copy of TP rank 0 is the source, the others are not read."""
     parameter = _parameter(case, tp)
-    used = np.zeros((tp, parameter.shard_shape[0]), int)
+    stacked = 1 if case.stack is None else len(case.stack)
+    used = np.zeros((tp, stacked * parameter.shard_shape[0]), int)
     for matrix in logical_matrices(parameter, split=split):
         for block in matrix.blocks:
             used[block.tp_rank, block.shard_row : block.shard_row + block.rows] += 1
@@ -160,8 +207,8 @@ def test_every_stored_row_is_in_exactly_one_block(case: Case, tp: int, split: bo
 
 
 @EVERY_CASE
-@pytest.mark.parametrize("split", [True, False])
-def test_names_and_shapes_do_not_depend_on_tp(case: Case, split: bool) -> None:
+@SPLITS
+def test_names_and_shapes_do_not_depend_on_tp(case: Case, split: SplitMode) -> None:
     found = {
         tuple((m.name, m.shape) for m in logical_matrices(_parameter(case, tp), split=split))
         for tp in TP_SIZES
@@ -172,53 +219,48 @@ def test_names_and_shapes_do_not_depend_on_tp(case: Case, split: bool) -> None:
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @EVERY_CASE
 def test_only_what_tp_does_not_cut_is_replicated(case: Case, tp: int) -> None:
-    for matrix in logical_matrices(_parameter(case, tp), split=True):
+    for matrix in logical_matrices(_parameter(case, tp), split="parts"):
         assert matrix.replicated is (case.tp_dim is None)
 
 
-def test_part_rows_of_an_unpacked_parameter_are_not_used() -> None:
-    parameter = ShardedParameter(
-        name="w",
-        global_shape=(6, 2),
-        tp_dim=None,
-        tp=1,
-        ranges=((0, 12),),
-        part_rows=(("q", 4), ("k", 2)),
-    )
-    (matrix,) = logical_matrices(parameter, split=True)
-    assert (matrix.name, matrix.shape) == ("w", (6, 2))
+def test_one_expert_is_one_matrix_under_its_global_number() -> None:
+    """MaxText#4798: the expert axis is no dimension of a matrix."""
+    (case,) = (case for case in CASES if case.name == "grouped gated fc1")
+    names = [m.name for m in logical_matrices(_parameter(case, 2), split="parts")]
+    assert names == [f"{case.name}[{e}.{part}]" for e in (2, 3, 4) for part in ("gate", "up")]
 
 
-@pytest.mark.parametrize("part_rows", [(("q", 4), ("k", 2), ("v", 2)), ()])
-def test_rows_that_are_no_whole_query_groups_are_refused(
-    part_rows: tuple[tuple[str, int], ...],
-) -> None:
+@pytest.mark.parametrize(
+    "parts", [(RowPart(name="q", rows=4), RowPart(name="k", rows=2), RowPart(name="v", rows=2)), ()]
+)
+def test_rows_that_are_no_whole_query_groups_are_refused(parts: tuple[RowPart, ...]) -> None:
     parameter = ShardedParameter(
         name="layers.0.linear_qkv.weight",
         global_shape=(20, 2),
         tp_dim=None,
         tp=1,
         ranges=((0, 40),),
-        packing=RowPacking.QKV,
-        part_rows=part_rows,
+        packing=Packing(rows=RowPacking.UNITS, parts=parts),
     )
     with pytest.raises(ValueError, match=r"linear_qkv\.weight: 20 rows") as error:
-        logical_matrices(parameter, split=True)
+        logical_matrices(parameter, split="parts")
     assert "--matrix-rule 'layers.0.linear_qkv.weight:split=none'" in str(error.value)
-    assert logical_matrices(parameter, split=False)[0].shape == (20, 2)
+    assert logical_matrices(parameter, split="none")[0].shape == (20, 2)
 
 
-@pytest.mark.parametrize(("rows", "tp"), [(6, 2), (12, 4), (5, 1)])
-@pytest.mark.parametrize("split", [True, False])
-def test_gate_and_up_that_are_not_equal_halves_on_every_rank_are_refused(
-    rows: int, tp: int, split: bool
-) -> None:
-    """Such a shard has no ``[gate_r; up_r]``; rows must not vanish."""
-    with pytest.raises(ValueError, match=r"fc1.*gate"):
-        logical_matrices(
-            _parameter(Case(name="fc1", shape=(rows, 2), packing=RowPacking.GATE_UP), tp),
-            split=split,
-        )
+@pytest.mark.parametrize(("rows", "tp"), [((3, 3), 2), ((6, 6), 4), ((2, 3), 2)])
+def test_parts_that_tp_does_not_divide_are_refused(rows: tuple[int, int], tp: int) -> None:
+    """Such a shard has no ``[gate_r; up_r]``; rows must not vanish, split or not."""
+    case = _blocks("fc1", ("gate", rows[0]), ("up", rows[1]))
+    with pytest.raises(ValueError, match=r"fc1: .*(gate|divide)"):
+        _parameter(case, tp)
+
+
+def test_parts_that_are_not_all_rows_are_refused() -> None:
+    case = _blocks("fc1", ("gate", 3), ("up", 3))
+    wrong = Case(name="fc1", shape=(8, 5), packing=case.packing)
+    with pytest.raises(ValueError, match=r"fc1: 8 rows are not the 6 rows of its parts"):
+        _parameter(wrong, 1)
 
 
 @pytest.mark.parametrize(("shape", "tp_dim"), [((10, 8), 0), ((8, 10), 1)])

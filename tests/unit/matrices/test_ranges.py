@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from megatron_muon.matrices import RowPacking, ShardedParameter, data_parallel_ranges
+from megatron_muon.matrices import WHOLE, ShardedParameter, data_parallel_ranges
 
 DP_SIZES = (1, 2, 3, 4, 5, 7)
 
@@ -124,6 +124,6 @@ def test_ranges_cover_the_shard_not_the_whole(
     parameter = _parameter(((0, numel),), tp_dim=tp_dim, tp=tp)
     assert parameter.shard_shape == shard
     assert parameter.replicated is (tp_dim is None)
-    assert parameter.packing is RowPacking.WHOLE
+    assert parameter.packing == WHOLE
     with pytest.raises(ValueError, match=f"cover {numel - 1} of {numel} elements"):
         _parameter(((0, numel - 1),), tp_dim=tp_dim, tp=tp)

@@ -13,9 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_muon.matrices import LogicalMatrix, RowPacking, ShardedParameter, logical_matrices
+from megatron_muon.matrices import (
+    LogicalMatrix,
+    RowPacking,
+    ShardedParameter,
+    SplitMode,
+    logical_matrices,
+)
 from megatron_muon.placement import ExchangeGroup, Plan, make_plan
-from tests.distributed.prescribed import Whole, shard, sharded_parameters
+from tests.distributed.prescribed import Whole, gate_up, shard, sharded_parameters, units
 
 UNBOUNDED = 1 << 50
 
@@ -27,7 +33,7 @@ class Stage:
     entries: tuple[Whole, ...]
     group: ExchangeGroup
     parameters: tuple[ShardedParameter, ...]
-    split: bool
+    split: SplitMode
 
     @property
     def matrices(self) -> tuple[LogicalMatrix, ...]:
@@ -51,7 +57,9 @@ def cost(m: int, n: int) -> int:
     return m * n * min(m, n)
 
 
-def random_stage(seed: int, *, tp: int, dp: int, parameters: int = 7, split: bool = True) -> Stage:
+def random_stage(
+    seed: int, *, tp: int, dp: int, parameters: int = 7, split: SplitMode = "parts"
+) -> Stage:
     """Parameters of every kind and many shapes, in buckets of a few parameters each."""
     rng = random.Random(seed)
     entries = tuple(_random_entry(rng, number) for number in range(parameters))
@@ -59,7 +67,7 @@ def random_stage(seed: int, *, tp: int, dp: int, parameters: int = 7, split: boo
 
 
 def stage_of(
-    entries: Sequence[Whole], *, tp: int, dp: int, bucket: int = 1000, split: bool = True
+    entries: Sequence[Whole], *, tp: int, dp: int, bucket: int = 1000, split: SplitMode = "parts"
 ) -> Stage:
     """The given parameters at one layout."""
     return Stage(
@@ -82,17 +90,14 @@ def _random_entry(rng: random.Random, number: int) -> Whole:
     if kind == "replicated":
         return Whole(name=f"{at}.replicated", shape=(rng.randint(1, 9), cols), tp_dim=None)
     if kind == "gated":
-        return Whole(
-            name=f"{at}.gated", shape=(2 * rows, cols), tp_dim=0, packing=RowPacking.GATE_UP
-        )
+        return Whole(name=f"{at}.gated", shape=(2 * rows, cols), tp_dim=0, packing=gate_up(rows))
     heads, head_dim = rng.randint(1, 3), rng.choice((4, 8))
     groups = rng.choice((1, 2, 4)) * 8 // head_dim
     return Whole(
         name=f"{at}.qkv",
         shape=(groups * (heads + 2) * head_dim, cols),
         tp_dim=0,
-        packing=RowPacking.QKV,
-        part_rows=(("q", heads * head_dim), ("k", head_dim), ("v", head_dim)),
+        packing=units(q=heads * head_dim, k=head_dim, v=head_dim),
     )
 
 
@@ -111,16 +116,15 @@ def whole_matrices(stage: Stage, wholes: dict[str, torch.Tensor]) -> dict[str, t
     found = {}
     for entry in stage.entries:
         whole = wholes[entry.name]
-        if stage.split and entry.packing is RowPacking.GATE_UP:
+        if stage.split == "parts" and entry.gated:
             for part, half in zip(("gate", "up"), whole.chunk(2), strict=True):
                 found[f"{entry.name}[{part}]"] = half
-        elif stage.split and entry.packing is RowPacking.QKV:
-            per_group = sum(rows for _, rows in entry.part_rows)
-            pieces = whole.view(-1, per_group, entry.shape[1]).split(
-                [rows for _, rows in entry.part_rows], dim=1
+        elif stage.split == "parts" and entry.packing.rows is RowPacking.UNITS:
+            pieces = whole.view(-1, entry.packing.rows_per_unit, entry.shape[1]).split(
+                [part.rows for part in entry.packing.parts], dim=1
             )
-            for (part, _), piece in zip(entry.part_rows, pieces, strict=True):
-                found[f"{entry.name}[{part}]"] = piece.reshape(-1, entry.shape[1])
+            for part, piece in zip(entry.packing.parts, pieces, strict=True):
+                found[f"{entry.name}[{part.name}]"] = piece.reshape(-1, entry.shape[1])
         else:
             found[entry.name] = whole
     return found

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from megatron_muon.matrices import ShardedParameter, logical_matrices
+from megatron_muon.matrices import ShardedParameter, SplitMode, logical_matrices
 from megatron_muon.placement import ExchangeGroup, Plan, make_plan
 from tests.distributed.prescribed import Whole
 from tests.unit.placement.stages import (
@@ -68,7 +68,7 @@ def _plan(
     tp: int = 2,
     dp: int = 2,
     bucket: int = 10**6,
-    split: bool = True,
+    split: SplitMode = "parts",
     itemsize: int = 4,
     factor: int = 1,
 ) -> Plan:
@@ -102,7 +102,7 @@ _GATED = next(
         lambda: _plan(tp=1, dp=4),
         lambda: _plan(dp=4),
         lambda: _plan(bucket=1),
-        lambda: _plan(split=False),
+        lambda: _plan(split="none"),
         lambda: _plan(itemsize=8),
         lambda: _plan(factor=2),
     ],
@@ -138,9 +138,9 @@ def _runs(stage: Stage, plan: Plan, index: int, what: str) -> list[tuple[int, li
 
 
 @EVERY_LAYOUT
-@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("split", ["parts", "none"])
 def test_every_element_is_gathered_once_and_scattered_to_every_holder(
-    tp: int, dp: int, split: bool
+    tp: int, dp: int, split: SplitMode
 ) -> None:
     stage = random_stage(100 * tp + dp, tp=tp, dp=dp, split=split)
     plan = stage.plan()
@@ -260,7 +260,7 @@ def test_update_of_a_replicated_matrix_goes_to_the_same_range_of_every_copy() ->
     plan = make_plan(
         group=ExchangeGroup(tp=2, dp=3),
         parameters=[parameter],
-        matrices=logical_matrices(parameter, split=True),
+        matrices=logical_matrices(parameter, split="parts"),
         cost=cost,
         itemsize=4,
         buffer_bytes=UNBOUNDED,

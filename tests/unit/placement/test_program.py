@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from megatron_muon.matrices import Block
+from megatron_muon.matrices import Block, SplitMode
 from megatron_muon.placement import Plan, Segment, rectangles
 from megatron_muon.placement.program import Message, Patch, Piece, WaveProgram, compile_wave
 from megatron_muon.placement.waves import cut_by_owner
@@ -28,7 +28,7 @@ LAYOUTS = [(1, 1), (2, 1), (1, 3), (2, 2), (4, 1), (2, 3), (8, 1), (1, 7)]
 EVERY_LAYOUT = pytest.mark.parametrize(("tp", "dp"), LAYOUTS)
 
 
-def _stage(tp: int, dp: int, split: bool = True) -> Stage:
+def _stage(tp: int, dp: int, split: SplitMode = "parts") -> Stage:
     return random_stage(10 * tp + dp, tp=tp, dp=dp, parameters=7 + tp * dp, split=split)
 
 
@@ -106,9 +106,9 @@ def _packed(pieces: Sequence[Piece], plan: Plan, own: dict[str, torch.Tensor]) -
 
 @EVERY_CAP
 @EVERY_LAYOUT
-@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("split", ["parts", "none"])
 def test_owners_assemble_the_matrix_and_every_holder_gets_its_elements_back(
-    tp: int, dp: int, split: bool, cap: int
+    tp: int, dp: int, split: SplitMode, cap: int
 ) -> None:
     """Out go the numbers; back come their negatives, to be written where the numbers were."""
     stage = _stage(tp, dp, split)

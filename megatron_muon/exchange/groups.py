@@ -1,0 +1,46 @@
+"""Exchange groups: the TP x DP ranks among which the matrices of one stage travel."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from megatron_muon.exchange.transport import gather_objects
+
+
+def exchange_group(
+    *,
+    tp_group: dist.ProcessGroup,
+    dp_group: dist.ProcessGroup,
+    existing: dist.ProcessGroup | None = None,
+) -> dist.ProcessGroup:
+    """The group of all TP neighbours of all DP neighbours, TP neighbours adjacent.
+
+    Every rank of the world must call it at the same point: where a group is made, all ranks make
+    all groups, in the order of their first ranks.
+
+    Args:
+        tp_group: Tensor-parallel (for experts: expert-tensor-parallel) group.
+        dp_group: The ranks that the distributed optimizer shards over.
+        existing: A group that Megatron has already, taken where it fits on every rank.
+    """
+    if tp_group.size() == 1:
+        return dp_group
+    if dp_group.size() == 1:
+        return tp_group
+    neighbours = gather_objects(dist.get_process_group_ranks(tp_group), dp_group)
+    members = [rank for ranks in neighbours for rank in ranks]
+    fits = existing is not None and dist.get_process_group_ranks(existing) == members
+    # Only the first rank of a group names it: what is gathered grows with the world, not with
+    # world times group size.
+    first = members if dist.get_rank() == members[0] else None
+    everyone = gather_objects((fits, first))
+    if all(theirs for theirs, _ in everyone):
+        assert existing is not None
+        return existing
+    mine: dist.ProcessGroup | None = None
+    for ranks in sorted(named for _, named in everyone if named is not None):
+        made = dist.new_group(ranks)
+        if isinstance(made, dist.ProcessGroup) and dist.get_rank() in ranks:
+            mine = made
+    assert mine is not None
+    return mine
