@@ -25,41 +25,59 @@ from megatron_muon.matrices import (
 )
 from megatron_muon.optim import MatrixRange, MuonRule, muon_step
 from megatron_muon.placement import ExchangeGroup, Plan, make_plan
-from tests.reference.muon import gate_up_parts, qkv_parts
+from tests.reference.muon import qkv_parts
 
 GROUPS, HEADS, HEAD_DIM = 4, 8, 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """One parameter as one process would hold it."""
+    """One parameter as one process would hold it; of a stack, ``shape`` is that of one matrix."""
 
     name: str
     shape: tuple[int, int]
     tp_dim: int | None
     packing: Packing = WHOLE
+    stack: tuple[int, ...] | None = None
 
     @property
-    def gated(self) -> bool:
-        return self.packing.rows is RowPacking.BLOCKS
+    def stacked(self) -> int:
+        return 1 if self.stack is None else len(self.stack)
+
+    @property
+    def view(self) -> tuple[int, int]:
+        """Rows of all matrices of the stack, columns."""
+        return self.stacked * self.shape[0], self.shape[1]
+
+    @property
+    def blocks(self) -> list[int]:
+        """Rows that TP cuts on their own."""
+        if self.packing.rows is RowPacking.BLOCKS:
+            return [part.rows for part in self.packing.parts]
+        return [self.shape[0]]
 
 
-def units(**rows: int) -> Packing:
+def units(*parts: RowPart, **rows: int) -> Packing:
     """Query groups of these parts."""
+    further = (RowPart(name=name, rows=count) for name, count in rows.items())
+    return Packing(rows=RowPacking.UNITS, parts=(*parts, *further))
+
+
+def blocks(**rows: int) -> Packing:
+    """Parts that TP cuts on their own."""
     parts = tuple(RowPart(name=name, rows=count) for name, count in rows.items())
-    return Packing(rows=RowPacking.UNITS, parts=parts)
+    return Packing(rows=RowPacking.BLOCKS, parts=parts)
 
 
 def gate_up(ffn: int) -> Packing:
     """A gated MLP."""
-    parts = (RowPart(name="gate", rows=ffn), RowPart(name="up", rows=ffn))
-    return Packing(rows=RowPacking.BLOCKS, parts=parts)
+    return blocks(gate=ffn, up=ffn)
 
 
 def model(layers: int = 2) -> list[Whole]:
     """Row and column cuts, fused QKV with grouped queries, gated MLP, a replicated weight."""
     qkv_rows = (HEADS + 2 * GROUPS) * HEAD_DIM
-    query = HEADS // GROUPS * HEAD_DIM
+    heads = HEADS // GROUPS
     found = []
     for layer in range(layers):
         at = f"layers.{layer}"
@@ -68,46 +86,77 @@ def model(layers: int = 2) -> list[Whole]:
                 name=f"{at}.linear_qkv.weight",
                 shape=(qkv_rows, 24),
                 tp_dim=0,
-                packing=units(q=query, k=HEAD_DIM, v=HEAD_DIM),
+                packing=units(
+                    RowPart(name="q", rows=heads * HEAD_DIM, heads=heads),
+                    RowPart(name="k", rows=HEAD_DIM),
+                    RowPart(name="v", rows=HEAD_DIM),
+                ),
             ),
             Whole(name=f"{at}.linear_proj.weight", shape=(24, HEADS * HEAD_DIM), tp_dim=1),
             Whole(name=f"{at}.linear_fc1.weight", shape=(80, 24), tp_dim=0, packing=gate_up(40)),
             Whole(name=f"{at}.linear_fc2.weight", shape=(24, 40), tp_dim=1),
             Whole(name=f"{at}.linear_down.weight", shape=(7, 24), tp_dim=None),
+            Whole(
+                name=f"{at}.in_proj.weight",
+                shape=(56, 10),
+                tp_dim=0,
+                packing=blocks(z=16, x=16, B=8, C=8, dt=8),
+            ),
+            Whole(
+                name=f"{at}.experts.linear_fc1.weight",
+                shape=(32, 9),
+                tp_dim=0,
+                packing=gate_up(16),
+                stack=(4, 5, 6),
+            ),
+            Whole(
+                name=f"{at}.experts.linear_fc2.weight",
+                shape=(9, 16),
+                tp_dim=1,
+                stack=(4, 5, 6),
+            ),
         ]
     return found
 
 
-def parts(entry: Whole) -> list[torch.Tensor]:
+def parts(entry: Whole, split: SplitMode) -> list[torch.Tensor]:
     """Row indices of each logical matrix, for the reference."""
+    rows = torch.arange(entry.view[0])
+    if split == "none":
+        return list(rows.chunk(entry.stacked))
     if entry.packing.rows is RowPacking.UNITS:
-        return qkv_parts(GROUPS, HEADS, HEAD_DIM)
-    if entry.gated:
-        return gate_up_parts(entry.shape[0] // 2)
-    return [torch.arange(entry.shape[0])]
+        kinds = qkv_parts(GROUPS, HEADS, HEAD_DIM)
+        if split == "parts":
+            return kinds
+        return [head for kind in kinds for head in kind.split(HEAD_DIM)]
+    return [rows for matrix in rows.chunk(entry.stacked) for rows in matrix.split(entry.blocks)]
 
 
 def shard(entry: Whole, whole: torch.Tensor, tp: int, tp_rank: int) -> torch.Tensor:
     """What one TP rank stores of a whole parameter, flat."""
     if entry.tp_dim is None or tp == 1:
         return whole.clone().reshape(-1)
-    if entry.gated:
-        gate, up = whole.chunk(2)
-        return torch.cat([gate.chunk(tp)[tp_rank], up.chunk(tp)[tp_rank]]).reshape(-1)
-    return whole.chunk(tp, dim=entry.tp_dim)[tp_rank].clone().reshape(-1)
+    stacked = whole.view(entry.stacked, *entry.shape)
+    if entry.tp_dim == 1:
+        return stacked.chunk(tp, dim=2)[tp_rank].clone().reshape(-1)
+    cut = [block.chunk(tp, dim=1)[tp_rank] for block in stacked.split(entry.blocks, dim=1)]
+    return torch.cat(cut, dim=1).reshape(-1)
 
 
 def unshard(entry: Whole, shards: list[torch.Tensor], tp: int) -> torch.Tensor:
     """Inverse of ``shard``."""
-    if entry.tp_dim is None or tp == 1:
-        return shards[0].view(entry.shape)
-    if entry.gated:
-        halves = [s.view(2, -1, entry.shape[1]) for s in shards]
-        return torch.cat([h[0] for h in halves] + [h[1] for h in halves])
     rows, cols = entry.shape
-    if entry.tp_dim == 0:
-        return torch.cat([s.view(-1, cols) for s in shards])
-    return torch.cat([s.view(rows, -1) for s in shards], dim=1)
+    if entry.tp_dim is None or tp == 1:
+        return shards[0].view(entry.view)
+    if entry.tp_dim == 1:
+        whole = torch.cat([s.view(entry.stacked, rows, -1) for s in shards], dim=2)
+        return whole.reshape(entry.view)
+    cut = [
+        s.view(entry.stacked, -1, cols).split([block // tp for block in entry.blocks], dim=1)
+        for s in shards
+    ]
+    pieces = [piece for block in zip(*cut, strict=True) for piece in block]
+    return torch.cat(pieces, dim=1).reshape(entry.view)
 
 
 def sharded_parameters(
@@ -134,6 +183,7 @@ def sharded_parameters(
                     dp=dp,
                 ),
                 packing=entry.packing,
+                stack=entry.stack,
             )
             for entry, low, high in members
         )
@@ -142,7 +192,7 @@ def sharded_parameters(
 
     for entry in reversed(entries):
         position = -(-position // 64) * 64
-        rows, cols = entry.shape
+        rows, cols = entry.view
         numel = rows * cols // (tp if entry.tp_dim is not None else 1)
         members.append((entry, position, position + numel))
         position += numel
@@ -159,16 +209,16 @@ def gradient(entry: Whole, step: int, dtype: torch.dtype) -> torch.Tensor:
         1000 * step + sum(ord(letter) for letter in entry.name)
     )
     if entry.name == "layers.1.linear_fc2.weight":
-        return torch.zeros(entry.shape, dtype=dtype)
+        return torch.zeros(entry.view, dtype=dtype)
     # Drawn in fp32, so that fp32 and fp64 runs and the reference see the same numbers.
-    drawn = torch.randn(entry.shape, generator=generator)
+    drawn = torch.randn(entry.view, generator=generator)
     return (drawn * 10.0 ** (step % 5 - 2)).to(dtype)
 
 
 def initial(entry: Whole, dtype: torch.dtype) -> torch.Tensor:
     """The whole initial weight."""
     generator = torch.Generator().manual_seed(sum(ord(letter) for letter in entry.name))
-    return torch.randn(entry.shape, generator=generator).to(dtype)
+    return torch.randn(entry.view, generator=generator).to(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +344,7 @@ def assemble(
         ]
         entry = by_name[parameter.name]
         if entry.tp_dim is None:
-            wholes[entry.name] = [s.view(entry.shape) for s in shards]
+            wholes[entry.name] = [s.view(entry.view) for s in shards]
         else:
             wholes[entry.name] = [unshard(entry, shards, setting.tp)]
     return wholes

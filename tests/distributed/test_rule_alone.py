@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_muon.matrices import SplitMode
 from tests.distributed.prescribed import (
     Setting,
     Whole,
@@ -41,10 +42,7 @@ def reference(setting: Setting, entries: list[Whole]) -> dict[str, torch.Tensor]
         extra_scale_factor=0.5,
         coefficients=QUINTIC,
     )
-    rows = {
-        e.name: parts(e) if setting.split == "parts" else [torch.arange(e.shape[0])]
-        for e in entries
-    }
+    rows = {e.name: parts(e, setting.split) for e in entries}
     for step in range(setting.steps):
         rule.step(weights, {e.name: gradient(e, step, torch.float64) for e in entries}, rows)
     return weights
@@ -123,8 +121,11 @@ def test_no_matrix_at_all(ranks: Ranks) -> None:
     assert all(r["masters"] == {} and r["counters"][-1].messages == 0 for r in results)
 
 
-def test_unsplit_is_one_matrix_in_global_row_order(ranks: Ranks) -> None:
-    setting = Setting(tp=4, dp=1, dtype=torch.float64, split="none", steps=4)
+@pytest.mark.parametrize(("tp", "dp"), [(4, 1), (2, 3)])
+@pytest.mark.parametrize("split", ["none", "heads"])
+def test_other_splits(ranks: Ranks, split: SplitMode, tp: int, dp: int) -> None:
+    """One matrix in the global order of its rows, or one for every attention head."""
+    setting = Setting(tp=tp, dp=dp, dtype=torch.float64, split=split, steps=4)
     assert errors(ranks, setting, model()) < 1e-10
 
 
@@ -145,7 +146,7 @@ def test_counts_equal_the_prediction(ranks: Ranks, tp: int, dp: int, buffer_mb: 
             if tp * dp > 1:
                 assert counters.peak_buffer_bytes == load.peak_buffer_bytes
     total = sum(result["counters"][-1].matrices for result in results)
-    assert total == len(plan.matrices) == 4 * 8
+    assert total == len(plan.matrices) == 4 * 22
 
 
 class TestAWrongVariantFails:

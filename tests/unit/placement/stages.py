@@ -116,7 +116,7 @@ def whole_matrices(stage: Stage, wholes: dict[str, torch.Tensor]) -> dict[str, t
     found = {}
     for entry in stage.entries:
         whole = wholes[entry.name]
-        if stage.split == "parts" and entry.gated:
+        if stage.split == "parts" and entry.packing.rows is RowPacking.BLOCKS:
             for part, half in zip(("gate", "up"), whole.chunk(2), strict=True):
                 found[f"{entry.name}[{part}]"] = half
         elif stage.split == "parts" and entry.packing.rows is RowPacking.UNITS:
