@@ -1,7 +1,8 @@
 """Runs a plan over a process group. The only package that calls collectives."""
 
 from megatron_muon.exchange.groups import exchange_group
-from megatron_muon.exchange.runner import Exchange, ExchangeCounters
+from megatron_muon.exchange.messenger import ExchangeCounters, Flight, Messenger, interleave
+from megatron_muon.exchange.runner import Exchange
 from megatron_muon.exchange.transport import (
     GroupTransport,
     PlanMismatchError,
@@ -13,10 +14,13 @@ from megatron_muon.exchange.transport import (
 __all__ = [
     "Exchange",
     "ExchangeCounters",
+    "Flight",
     "GroupTransport",
+    "Messenger",
     "PlanMismatchError",
     "Transport",
     "check_agreement",
     "exchange_group",
     "gather_objects",
+    "interleave",
 ]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from megatron_muon.exchange.transport import Pending, Transport
+from megatron_muon.exchange.messenger import ExchangeCounters, Flight, Messenger
+from megatron_muon.exchange.transport import Transport
 from megatron_muon.placement import Plan
-from megatron_muon.placement.program import Message, Patch, Piece, WaveProgram, compile_wave
+from megatron_muon.placement.program import Patch, Piece, WaveProgram, compile_wave
 
 PackFunction = Callable[[Sequence[Piece], Sequence[torch.Tensor]], None]
 """Fills the buffer views (1-D, one per piece) with what the owners need."""
@@ -19,44 +19,6 @@ ComputeFunction = Callable[[torch.Tensor], torch.Tensor]
 
 ApplyFunction = Callable[[Sequence[Piece], Sequence[torch.Tensor]], None]
 """Applies the updates (1-D views, one per piece) to this rank's ranges."""
-
-
-@dataclass(kw_only=True)
-class ExchangeCounters:
-    """What the last ``Exchange.run`` did on this rank, counted where it happened.
-
-    Attributes:
-        sent_bytes: Bytes sent to other ranks, both ways.
-        received_bytes: Bytes received from other ranks, both ways.
-        peak_buffer_bytes: Largest sum of message buffers and assembled matrices alive at once.
-        matrices: Number of matrices computed here.
-        messages: Number of all-to-all calls.
-    """
-
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    peak_buffer_bytes: int = 0
-    matrices: int = 0
-    messages: int = 0
-
-
-@dataclass(kw_only=True)
-class _Flight:
-    """Buffers of one message; they live until the message has been waited for."""
-
-    pending: Pending | None
-    sent: torch.Tensor
-    received: torch.Tensor
-
-    def land(self) -> torch.Tensor:
-        if self.pending is not None:
-            self.pending.wait()
-        return self.received
-
-    @property
-    def numel(self) -> int:
-        shared = self.sent is self.received
-        return self.sent.numel() + (0 if shared else self.received.numel())
 
 
 class Exchange:
@@ -86,12 +48,15 @@ class Exchange:
             raise ValueError(f"plan counts {plan.itemsize} bytes an element, {dtype} has others")
         self.plan = plan
         self.rank = rank
-        self.counters = ExchangeCounters()
-        self._transport = transport
-        self._dtype = dtype
-        self._device = device
+        self._messenger = Messenger(
+            size=plan.group.size, rank=rank, transport=transport, dtype=dtype, device=device
+        )
         self._programs = tuple(compile_wave(plan, wave, rank) for wave in plan.waves)
-        self._alive = 0
+
+    @property
+    def counters(self) -> ExchangeCounters:
+        """Counts of the last ``run``."""
+        return self._messenger.counters
 
     def run(self, *, pack: PackFunction, compute: ComputeFunction, apply: ApplyFunction) -> None:
         """One step: every matrix is assembled at its owner, computed, and sent back.
@@ -103,13 +68,12 @@ class Exchange:
             compute: Called once per wave and shape that this rank owns.
             apply: Called once per wave after its return.
         """
-        self.counters = ExchangeCounters()
-        self._alive = 0
+        self._messenger.reset()
         programs = self._programs
         if not programs:
             return
         outgoing = [self._depart(programs[0], pack)]
-        returning: tuple[WaveProgram, _Flight] | None = None
+        returning: tuple[WaveProgram, Flight] | None = None
         for k, program in enumerate(programs):
             if k + 1 < len(programs):
                 outgoing.append(self._depart(programs[k + 1], pack))
@@ -118,7 +82,7 @@ class Exchange:
             updates = [compute(batch) for batch in batches]
             self.counters.matrices += sum(batch.shape[0] for batch in batches)
             back = self._send_back(program, updates)
-            self._forget(sum(batch.numel() for batch in batches))
+            self._messenger.forget(sum(batch.numel() for batch in batches))
             del batches, updates
             if returning is not None:
                 self._land(*returning, apply)
@@ -126,59 +90,33 @@ class Exchange:
         if returning is not None:
             self._land(*returning, apply)
 
-    def _depart(self, program: WaveProgram, pack: PackFunction) -> _Flight:
-        sent = self._buffer(sum(program.out.sent_counts))
+    def _depart(self, program: WaveProgram, pack: PackFunction) -> Flight:
+        sent = self._messenger.buffer(sum(program.out.sent_counts))
         pack(program.packed, [sent[p.offset : p.offset + p.numel] for p in program.packed])
-        return self._send(program.out, sent)
+        return self._messenger.send(program.out, sent)
 
-    def _assemble(self, program: WaveProgram, flight: _Flight) -> list[torch.Tensor]:
-        batches = [self._buffer(len(b.matrices), *b.shape) for b in program.batches]
+    def _assemble(self, program: WaveProgram, flight: Flight) -> list[torch.Tensor]:
+        batches = [self._messenger.buffer(len(b.matrices), *b.shape) for b in program.batches]
         received = flight.land()
         _copy(
             [_patch_view(batches, p) for p in program.assembled],
             [_buffer_view(received, p) for p in program.assembled],
         )
-        self._forget(flight.numel)
+        self._messenger.forget(flight.numel)
         return batches
 
-    def _send_back(self, program: WaveProgram, updates: Sequence[torch.Tensor]) -> _Flight:
-        sent = self._buffer(sum(program.back.sent_counts))
+    def _send_back(self, program: WaveProgram, updates: Sequence[torch.Tensor]) -> Flight:
+        sent = self._messenger.buffer(sum(program.back.sent_counts))
         _copy(
             [_buffer_view(sent, p) for p in program.returned],
             [_patch_view(updates, p) for p in program.returned],
         )
-        return self._send(program.back, sent)
+        return self._messenger.send(program.back, sent)
 
-    def _land(self, program: WaveProgram, flight: _Flight, apply: ApplyFunction) -> None:
+    def _land(self, program: WaveProgram, flight: Flight, apply: ApplyFunction) -> None:
         received = flight.land()
         apply(program.applied, [received[p.offset : p.offset + p.numel] for p in program.applied])
-        self._forget(flight.numel)
-
-    def _send(self, message: Message, sent: torch.Tensor) -> _Flight:
-        if self.plan.group.size == 1:
-            return _Flight(pending=None, sent=sent, received=sent)
-        received = self._buffer(sum(message.received_counts))
-        pending = self._transport.all_to_all(
-            received=received,
-            sent=sent,
-            received_counts=message.received_counts,
-            sent_counts=message.sent_counts,
-        )
-        own = message.sent_counts[self.rank]
-        self.counters.sent_bytes += (sent.numel() - own) * self._dtype.itemsize
-        self.counters.received_bytes += (received.numel() - own) * self._dtype.itemsize
-        self.counters.messages += 1
-        return _Flight(pending=pending, sent=sent, received=received)
-
-    def _buffer(self, *shape: int) -> torch.Tensor:
-        buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
-        self._alive += buffer.numel()
-        peak = self._alive * self._dtype.itemsize
-        self.counters.peak_buffer_bytes = max(self.counters.peak_buffer_bytes, peak)
-        return buffer
-
-    def _forget(self, numel: int) -> None:
-        self._alive -= numel
+        self._messenger.forget(flight.numel)
 
 
 def _patch_view(batches: Sequence[torch.Tensor], patch: Patch) -> torch.Tensor:

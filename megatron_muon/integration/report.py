@@ -306,16 +306,18 @@ def _warnings(settings: MatrixConfig, plan: Plan, domain: str) -> list[str]:
             f"{largest.name} ({largest.shape[0]}x{largest.shape[1]}) alone takes {bound:.2f} x the "
             "mean load of an owner and dominates the balance"
         )
-    thin = Counter(
-        f"{_family_name(m.name)} ({m.shape[0]}x{m.shape[1]})"
-        for m in plan.matrices
-        if min(m.shape) < settings.min_dim
+    thin = sorted(
+        {
+            f"{_family_name(m.name)} ({m.shape[0]}x{m.shape[1]})"
+            for m in plan.matrices
+            if min(m.shape) < settings.min_dim
+        }
     )
-    found += [
-        f"{name} has a side shorter than --matrix-min-dim {settings.min_dim} and is "
-        "orthogonalized all the same: it is a part of a wider parameter, or a rule asks for it"
-        for name in thin
-    ]
+    if thin:
+        found.append(
+            f"a side shorter than --matrix-min-dim {settings.min_dim}, and orthogonalized all the "
+            f"same as part of a wider parameter or by a rule: {', '.join(thin)}"
+        )
     return found
 
 

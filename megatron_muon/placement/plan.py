@@ -156,6 +156,60 @@ def _peak(footprints: Sequence[Mapping[int, Footprint]], rank: int) -> int:
     return peak_elements([wave.get(rank, EMPTY) for wave in footprints])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """Parameters, matrices and owners in the order of the plan, before waves are cut.
+
+    Attributes:
+        parameters: Sorted by name.
+        matrices: Sorted by name.
+        gathers: For each matrix the runs that go to its owner.
+        scatters: For each matrix the runs that receive its update.
+        costs: Estimated time of each matrix.
+        owners: Rank that computes each matrix.
+    """
+
+    parameters: tuple[ShardedParameter, ...]
+    matrices: tuple[LogicalMatrix, ...]
+    gathers: tuple[tuple[Segment, ...], ...]
+    scatters: tuple[tuple[Segment, ...], ...]
+    costs: tuple[int, ...]
+    owners: tuple[int, ...]
+
+
+def arrange(
+    *,
+    group: ExchangeGroup,
+    parameters: Sequence[ShardedParameter],
+    matrices: Sequence[LogicalMatrix],
+    cost: CostFunction,
+) -> Arrangement:
+    """Sort everything and choose owners; the result does not depend on the order given."""
+    parameters = tuple(sorted(parameters, key=lambda p: natural_key(p.name)))
+    matrices = tuple(sorted(matrices, key=lambda m: natural_key(m.name)))
+    by_name = {parameter.name: parameter for parameter in parameters}
+    gathers = tuple(segments(m, by_name[m.parameter], group) for m in matrices)
+    scatters = tuple(copies(g, m, group) for g, m in zip(gathers, matrices, strict=True))
+    costs = tuple(cost(*m.shape) for m in matrices)
+    held: list[dict[int, int]] = []
+    for runs in scatters:
+        elements: dict[int, int] = defaultdict(int)
+        for segment in runs:
+            elements[segment.rank] += segment.numel
+        held.append(elements)
+    owners = assign_owners(
+        names=[m.name for m in matrices], costs=costs, held=held, ranks=group.size
+    )
+    return Arrangement(
+        parameters=parameters,
+        matrices=matrices,
+        gathers=gathers,
+        scatters=scatters,
+        costs=costs,
+        owners=owners,
+    )
+
+
 def make_plan(
     *,
     group: ExchangeGroup,
@@ -179,68 +233,53 @@ def make_plan(
         ValueError: Even one matrix per owner and wave needs more than ``buffer_bytes``; the
             sentence names the flag, the largest matrix and the value to type.
     """
-    parameters = tuple(sorted(parameters, key=lambda p: natural_key(p.name)))
-    matrices = tuple(sorted(matrices, key=lambda m: natural_key(m.name)))
-    by_name = {parameter.name: parameter for parameter in parameters}
-    gathers = tuple(segments(m, by_name[m.parameter], group) for m in matrices)
-    scatters = tuple(copies(g, m, group) for g, m in zip(gathers, matrices, strict=True))
-    costs = tuple(cost(*m.shape) for m in matrices)
-    held: list[dict[int, int]] = []
-    for runs in scatters:
-        elements: dict[int, int] = defaultdict(int)
-        for segment in runs:
-            elements[segment.rank] += segment.numel
-        held.append(elements)
-    owners = assign_owners(
-        names=[m.name for m in matrices], costs=costs, held=held, ranks=group.size
-    )
-    waves = _waves(
-        group=group,
-        matrices=matrices,
-        owners=owners,
-        gathers=gathers,
-        scatters=scatters,
-        itemsize=itemsize,
-        buffer_bytes=buffer_bytes,
-    )
+    found = arrange(group=group, parameters=parameters, matrices=matrices, cost=cost)
+
+    def peak_bytes(waves: Sequence[Sequence[int]]) -> int:
+        footprints = _footprints(waves, found.matrices, found.owners, found.gathers, found.scatters)
+        return itemsize * max(_peak(footprints, rank) for rank in range(group.size))
+
     return Plan(
         group=group,
-        parameters=parameters,
-        matrices=matrices,
-        owners=owners,
-        waves=waves,
-        gathers=gathers,
-        scatters=scatters,
-        costs=costs,
+        parameters=found.parameters,
+        matrices=found.matrices,
+        owners=found.owners,
+        waves=fitting_waves(found, peak_bytes, buffer_bytes),
+        gathers=found.gathers,
+        scatters=found.scatters,
+        costs=found.costs,
         itemsize=itemsize,
     )
 
 
-def _waves(
-    *,
-    group: ExchangeGroup,
-    matrices: Sequence[LogicalMatrix],
-    owners: Sequence[int],
-    gathers: Sequence[Sequence[Segment]],
-    scatters: Sequence[Sequence[Segment]],
-    itemsize: int,
+def fitting_waves(
+    found: Arrangement,
+    peak_bytes: Callable[[Sequence[Sequence[int]]], int],
     buffer_bytes: int,
 ) -> tuple[tuple[int, ...], ...]:
-    """The fewest waves (but enough to overlap) whose peak fits the bound on every rank."""
-    numels = [m.numel for m in matrices]
+    """The fewest waves (but enough to overlap) whose peak fits the bound on every rank.
+
+    Args:
+        found: Matrices and owners.
+        peak_bytes: Bytes alive at once on the rank with the most, for given waves.
+        buffer_bytes: The bound.
+
+    Raises:
+        ValueError: As ``make_plan``.
+    """
+    numels = [m.numel for m in found.matrices]
     if not numels:
         return ()
-    cap = initial_cap(owners=owners, numels=numels)
+    cap = initial_cap(owners=found.owners, numels=numels)
     smallest = float("inf")
     while True:
-        waves = cut_by_owner(owners=owners, numels=numels, cap=cap)
-        footprints = _footprints(waves, matrices, owners, gathers, scatters)
-        peak = itemsize * max(_peak(footprints, rank) for rank in range(group.size))
+        waves = cut_by_owner(owners=found.owners, numels=numels, cap=cap)
+        peak = peak_bytes(waves)
         if peak <= buffer_bytes:
             return waves
         smallest = min(smallest, peak)
         if cap <= min(numels):
-            largest = max(matrices, key=lambda m: m.numel)
+            largest = max(found.matrices, key=lambda m: m.numel)
             raise ValueError(
                 f"--dmuon-exchange-buffer-mb {buffer_bytes / 2**20:g} is too small: the largest "
                 f"matrix is {largest.name} ({largest.shape[0]}x{largest.shape[1]}), and the "

@@ -233,7 +233,8 @@ def test_thin_parts_are_warned_of() -> None:
     settings = MatrixConfig(min_dim=5)
     lines = _report(ENTRIES, settings=settings)
     (line,) = (line for line in lines if line.startswith("warning"))
-    assert line.startswith("warning: layers.*.down.weight (4x8) has a side shorter than")
+    assert line.startswith("warning: a side shorter than --matrix-min-dim 5, and ")
+    assert line.endswith(" by a rule: layers.*.down.weight (4x8)")
 
 
 def test_a_matrix_that_dominates_is_warned_of() -> None:

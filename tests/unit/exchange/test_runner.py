@@ -158,15 +158,21 @@ class _Measured(Exchange):
 
     measured_peak_bytes = 0
 
-    def _buffer(self, *shape: int) -> torch.Tensor:
-        buffer = super()._buffer(*shape)
-        alive = getattr(self, "_watched", [])
-        alive = [*(ref for ref in alive if ref() is not None), weakref.ref(buffer)]
-        self._watched = alive
-        found = [tensor for ref in alive if (tensor := ref()) is not None]
-        total = sum(tensor.numel() * tensor.element_size() for tensor in found)
-        self.measured_peak_bytes = max(self.measured_peak_bytes, total)
-        return buffer
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._watched: list[weakref.ref[torch.Tensor]] = []
+        counted = self._messenger.buffer
+
+        def watched(*shape: int) -> torch.Tensor:
+            buffer = counted(*shape)
+            alive = [ref for ref in self._watched if ref() is not None]
+            self._watched = [*alive, weakref.ref(buffer)]
+            found = [tensor for ref in self._watched if (tensor := ref()) is not None]
+            total = sum(tensor.numel() * tensor.element_size() for tensor in found)
+            self.measured_peak_bytes = max(self.measured_peak_bytes, total)
+            return buffer
+
+        self._messenger.buffer = watched  # type: ignore[method-assign]
 
 
 def _update(batch: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,98 @@
+"""What each rank holds of a matrix, as whole rows of its shard: the form that factors multiply."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from megatron_muon.matrices import LogicalMatrix
+from megatron_muon.placement.segments import Segment
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharePiece:
+    """A contiguous run of the rank's shard, and its place in the padded rows.
+
+    Attributes:
+        start: First element in the TP rank's row-major shard.
+        numel: Number of elements.
+        offset: First element in the padded (rows, cols) matrix.
+    """
+
+    start: int
+    numel: int
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """One rank's part of one matrix, padded with zeros to whole rows of its columns.
+
+    A range of the distributed optimizer starts and ends in the middle of a row; both rows then are
+    shared with another rank, and products with them are partial sums.
+
+    Attributes:
+        rank: Rank in the exchange group.
+        runs: (first row, rows) in the logical matrix of every run of rows.
+        rows: Number of rows of all runs.
+        col: First column in the logical matrix.
+        cols: Number of columns.
+        pieces: What the rank really holds of them.
+        is_source: False for a further copy of a parameter replicated over TP.
+    """
+
+    rank: int
+    runs: tuple[tuple[int, int], ...]
+    rows: int
+    col: int
+    cols: int
+    pieces: tuple[SharePiece, ...]
+    is_source: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements that the rank holds, without padding."""
+        return sum(piece.numel for piece in self.pieces)
+
+
+def shares(
+    matrix: LogicalMatrix, gathers: tuple[Segment, ...], scatters: tuple[Segment, ...]
+) -> tuple[Share, ...]:
+    """The shares of all ranks that hold a part of a matrix, ordered by rank.
+
+    Args:
+        matrix: The matrix.
+        gathers: The runs that are its source.
+        scatters: The runs that receive its update: the source, and every further copy.
+    """
+    sources = {segment.rank for segment in gathers}
+    by_rank: dict[int, list[Segment]] = defaultdict(list)
+    for segment in scatters:
+        by_rank[segment.rank].append(segment)
+    return tuple(
+        _share(rank, sorted(by_rank[rank], key=lambda s: s.start), rank in sources)
+        for rank in sorted(by_rank)
+    )
+
+
+def _share(rank: int, held: list[Segment], is_source: bool) -> Share:
+    runs, pieces, rows = [], [], 0
+    for segment in held:
+        block = segment.block
+        position = segment.start - block.shard_row * block.cols
+        first, before = divmod(position, block.cols)
+        count = -(-(before + segment.numel) // block.cols)
+        runs.append((block.row + first, count))
+        pieces.append(
+            SharePiece(start=segment.start, numel=segment.numel, offset=rows * block.cols + before)
+        )
+        rows += count
+    return Share(
+        rank=rank,
+        runs=tuple(runs),
+        rows=rows,
+        col=held[0].block.col,
+        cols=held[0].block.cols,
+        pieces=tuple(pieces),
+        is_source=is_source,
+    )
