@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # Before torch is imported: its thread pools would neither survive a fork nor help on tiny tensors.
@@ -41,3 +41,20 @@ def ranks(megatron: Any) -> Callable[..., list[Any]]:
     from tests.ranks import run_ranks
 
     return run_ranks
+
+
+@pytest.fixture(scope="session")
+def layouts_tested(pytestconfig: pytest.Config) -> Iterator[Callable[[Any, Any], None]]:
+    """Takes (case, errors found); at the end of the session all are in ``build/layouts.json``."""
+    import dataclasses
+    import json
+
+    found: dict[str, Any] = {}
+
+    def tell(case: Any, errors: Any) -> None:
+        found[case.name] = dataclasses.asdict(errors)
+
+    yield tell
+    path = pytestconfig.rootpath / "build" / "layouts.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")

@@ -7,13 +7,16 @@ come first, and tests that need no model stay fast.
 
 from __future__ import annotations
 
-import re
-import zlib
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+
+from tests.plain_attention import use_plain_attention, zigzag
+from tests.whole_parameters import cut, gather_full, global_name, initial
+
+__all__ = ["gather_full", "global_name"]
 
 Batch = dict[str, torch.Tensor]
 
@@ -32,6 +35,9 @@ def build_gpt(
     seed: int = 0,
     swiglu: bool = True,
     tied: bool = False,
+    position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope",
+    plain_attention: bool = False,
+    idle_expert: int | None = None,
     vp_stage: int | None = None,
     **config: Any,
 ) -> Any:
@@ -52,6 +58,10 @@ def build_gpt(
         seed: of the initial weights.
         swiglu: gated feed-forward, else GELU.
         tied: whether embedding and output layer share their weight.
+        position_embedding_type: of the model.
+        plain_attention: whether core attention is ``tests.plain_attention``, which also runs with
+            context parallelism and multi-latent attention.
+        idle_expert: an expert that the router never chooses.
         vp_stage: virtual pipeline stage, with interleaved schedules.
         **config: more fields of ``TransformerConfig``.
 
@@ -60,8 +70,11 @@ def build_gpt(
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_mtp_block_spec,
+    )
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     fields: dict[str, Any] = {
         "num_layers": layers,
@@ -89,24 +102,56 @@ def build_gpt(
         "sequence_parallel": sequence_parallel,
         "gradient_accumulation_fusion": False,
     }
-    transformer = TransformerConfig(**(fields | config))
+    if fields["virtual_pipeline_model_parallel_size"]:
+        # Else several messages between the same two ranks are in one batch, and mix.
+        fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    if config.get("multi_latent_attention"):
+        fields |= {"rope_type": "rope", "apply_rope_fusion": False}
+        transformer: TransformerConfig = MLATransformerConfig(**(fields | config))
+    else:
+        transformer = TransformerConfig(**(fields | config))
+    spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=False, vp_stage=vp_stage)
+    if plain_attention:
+        use_plain_attention(spec)
+    is_last = parallel_state.is_pipeline_last_stage(vp_stage=vp_stage, ignore_virtual=False)
     model = GPTModel(
         config=transformer,
-        transformer_layer_spec=get_gpt_decoder_block_spec(
-            transformer, use_transformer_engine=False, vp_stage=vp_stage
-        ),
+        transformer_layer_spec=spec,
         vocab_size=vocab,
         max_sequence_length=seq,
         pre_process=parallel_state.is_pipeline_first_stage(vp_stage=vp_stage, ignore_virtual=False),
-        post_process=parallel_state.is_pipeline_last_stage(vp_stage=vp_stage, ignore_virtual=False),
+        post_process=is_last,
         share_embeddings_and_output_weights=tied,
-        position_embedding_type="rope",
+        position_embedding_type=position_embedding_type,
+        mtp_block_spec=(
+            get_gpt_mtp_block_spec(
+                transformer, spec, use_transformer_engine=False, vp_stage=vp_stage
+            )
+            if transformer.mtp_num_layers and is_last
+            else None
+        ),
         vp_stage=vp_stage,
     )
+    if idle_expert is not None:
+        _never_choose(model, idle_expert)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            param.copy_(_cut(model, name, param, _initial(model, name, param, seed)))
+            param.copy_(cut(model, name, param, initial(model, name, param, seed)))
     return model
+
+
+def _never_choose(model: Any, expert: int) -> None:
+    """Let every router of a model see the lowest logit for one expert."""
+    for module in model.modules():
+        if type(module).__name__ == "TopKRouter":
+            gating = module.gating
+
+            def without(tokens: torch.Tensor, gating: Any = gating) -> torch.Tensor:
+                logits = gating(tokens)
+                lowest = torch.arange(logits.shape[-1]) == expert
+                return logits.masked_fill(lowest, -1e4)
+
+            module.gating = without
 
 
 def wrap_ddp(
@@ -214,9 +259,13 @@ def batch(
     generator = torch.Generator().manual_seed(1_000_003 * seed + step)
     text = torch.randint(vocab, (global_batch, seq + 1), generator=generator)
     mine = text.chunk(shards)[parallel_state.get_data_parallel_rank()]
-    positions = torch.arange(seq).expand(micro_batch, -1)
+    context = parallel_state.get_context_parallel_group()
+    here = torch.arange(seq)
+    if context.size() > 1:
+        here = zigzag(seq, context.size(), context.rank())
+    positions = here.expand(micro_batch, -1)
     return [
-        {"tokens": part[:, :-1], "labels": part[:, 1:], "position_ids": positions}
+        {"tokens": part[:, here], "labels": part[:, here + 1], "position_ids": positions}
         for part in mine.split(micro_batch)
     ]
 
@@ -251,14 +300,15 @@ def forward_backward(model: Any, micro_batches: list[Batch], optimizer: Any = No
         data_iterator=[iter(micro_batches) for _ in chunks],
         model=chunks,
         num_microbatches=len(micro_batches),
-        seq_length=tokens.shape[1],
+        seq_length=tokens.shape[1] * parallel_state.get_context_parallel_world_size(),
         micro_batch_size=tokens.shape[0],
     )
     # Only the last stage has losses: every other one adds nothing to the sum.
     total = torch.stack([entry["loss"] for entry in reported]).sum() if reported else None
     loss = torch.zeros(()) if total is None else total / len(micro_batches)
     dist.all_reduce(loss, group=parallel_state.get_pipeline_model_parallel_group())
-    dist.all_reduce(loss, dist.ReduceOp.AVG, group=parallel_state.get_data_parallel_group())
+    everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    dist.all_reduce(loss, dist.ReduceOp.AVG, group=everyone)
     return float(loss)
 
 
@@ -282,160 +332,20 @@ def train_step(model: Any, optimizer: Any, step: int, **batch_options: Any) -> f
     return loss
 
 
-def gather_full(
-    model: Any, value: Literal["param", "main_grad"] = "param"
-) -> dict[str, torch.Tensor]:
-    """Whole parameters or gradients of this pipeline stage, on every rank.
-
-    Rows are in logical order: all rows of gate before all rows of up.  All ranks must call it.
-
-    Args:
-        model: what ``build_gpt`` or ``wrap_ddp`` returned; for gradients, the latter, after
-            ``forward_backward``.
-        value: what to gather.
-
-    Returns:
-        Copies by name, with layers and experts numbered over all ranks; of experts, those that this
-        rank's expert-parallel part holds.
-    """
-    local = _reduced_gradients(model) if value == "main_grad" else _parameters(model)
-    bare = _unwrapped(model)
-    return {
-        global_name(bare, name): _assemble(bare, name, param, local[param])
-        for name, param in bare.named_parameters()
-    }
-
-
-def global_name(model: Any, name: str) -> str:
-    """The name that a parameter would have in one process.
-
-    Args:
-        model: this rank's ``GPTModel``.
-        name: name in ``model.named_parameters()``.
-
-    Returns:
-        The name, with the layer and the expert numbered over all ranks.
-    """
-    from megatron.core import parallel_state
-
-    layer = re.match(r"decoder\.layers\.(\d+)\.", name)
-    if layer:
-        number = model.decoder.layers[int(layer[1])].layer_number - 1
-        name = f"decoder.layers.{number}.{name[layer.end() :]}"
-    expert = re.search(r"\.local_experts\.(\d+)\.", name)
-    if expert:
-        per_rank = (
-            model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
-        )
-        number = int(expert[1]) + per_rank * parallel_state.get_expert_model_parallel_rank()
-        name = f"{name[: expert.start()]}.local_experts.{number}.{name[expert.end() :]}"
-    if model.share_embeddings_and_output_weights and name == "output_layer.weight":
-        # The last stage's copy of the embedding.
-        return "embedding.word_embeddings.weight"
-    return name
-
-
 def _chunks(model: Any) -> list[Any]:
     return model if isinstance(model, list) else [model]
 
 
-def _unwrapped(model: Any) -> Any:
-    while hasattr(model, "module"):
-        model = model.module
-    return model
-
-
 def _forward_step(iterator: Iterator[Batch], model: Any) -> tuple[torch.Tensor, Any]:
+    from megatron.core import parallel_state
+
     part = next(iterator)
     output = model(part["tokens"], part["position_ids"], None, labels=part["labels"])
 
     def mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss = losses.float().mean()
-        return loss, {"loss": loss.detach().clone()}
+        # Megatron's schedules multiply by the context-parallel size.
+        shared = loss / parallel_state.get_context_parallel_world_size()
+        return shared, {"loss": loss.detach().clone()}
 
     return output, mean_loss
-
-
-def _tensor_group(param: torch.nn.Parameter) -> Any:
-    from megatron.core import parallel_state
-
-    if getattr(param, "allreduce", True):
-        return parallel_state.get_tensor_model_parallel_group()
-    return parallel_state.get_expert_tensor_parallel_group()
-
-
-def _cut_dim(param: Any) -> int | None:
-    sharded = getattr(param, "tensor_model_parallel", False)
-    return param.partition_dim if sharded and _tensor_group(param).size() > 1 else None
-
-
-def _is_gated(model: Any, name: str) -> bool:
-    return model.config.gated_linear_unit and ".linear_fc1." in name
-
-
-def _initial(model: Any, name: str, param: torch.Tensor, seed: int) -> torch.Tensor:
-    """The whole parameter, drawn from its global name alone."""
-    shape = list(param.shape)
-    dim = _cut_dim(param)
-    if dim is not None:
-        shape[dim] *= _tensor_group(param).size()
-    key = f"{seed}:{global_name(model, name)}".encode()
-    generator = torch.Generator().manual_seed(zlib.crc32(key))
-    drawn = torch.randn(shape, generator=generator)
-    # Vectors are norms here, whose weights lie around one.
-    return drawn * shape[-1] ** -0.5 if len(shape) > 1 else 1 + 0.1 * drawn
-
-
-def _cut(model: Any, name: str, param: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole parameter, as Megatron cuts it."""
-    dim = _cut_dim(param)
-    if dim is None:
-        return whole
-    group = _tensor_group(param)
-    stacked = whole.chunk(2) if _is_gated(model, name) else (whole,)
-    return torch.cat([block.chunk(group.size(), dim)[group.rank()] for block in stacked])
-
-
-def _assemble(
-    model: Any, name: str, param: torch.nn.Parameter, local: torch.Tensor
-) -> torch.Tensor:
-    """The whole parameter from the parts of all tensor-parallel ranks: the inverse of ``_cut``."""
-    dim = _cut_dim(param)
-    if dim is None:
-        return local.clone()
-    group = _tensor_group(param)
-    parts = [torch.empty_like(local) for _ in range(group.size())]
-    dist.all_gather(parts, local.contiguous(), group=group)
-    if not _is_gated(model, name):
-        return torch.cat(parts, dim)
-    gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
-    return torch.cat([*gates, *ups])
-
-
-def _parameters(model: Any) -> dict[torch.nn.Parameter, torch.Tensor]:
-    ddp_config = getattr(model, "ddp_config", None)
-    if ddp_config is not None and ddp_config.overlap_param_gather:
-        # Updated shards travel with the next forward only: have them now.
-        model.start_param_sync(force_sync=True)
-    return {param: param.detach() for param in _unwrapped(model).parameters()}
-
-
-def _reduced_gradients(model: Any) -> dict[torch.nn.Parameter, torch.Tensor]:
-    """Gradients after the reduction, whole over data parallel.
-
-    After a reduce-scatter only this rank's part of each bucket holds the sum; the rest holds what
-    this rank contributed.  The parts of all ranks, in the order of ranks, make up the bucket.
-    """
-    gradients = {}
-    for buffer in (*model.buffers, *model.expert_parallel_buffers):
-        group = buffer.data_parallel_group
-        for bucket in buffer.buckets:
-            whole = bucket.grad_data
-            if model.ddp_config.use_distributed_optimizer:
-                shards = [torch.empty_like(s) for s in whole.chunk(group.size())]
-                dist.all_gather(shards, whole.chunk(group.size())[group.rank()], group=group)
-                whole = torch.cat(shards)
-            for param in bucket.params_list:
-                start, end = bucket.param_to_index[param]
-                gradients[param] = whole[start:end].view(param.shape)
-    return gradients

@@ -13,7 +13,7 @@ import torch
 from megatron_muon.config import MatrixConfig
 from megatron_muon.matrices import Rule
 from tests import tiny_gpt
-from tests.distributed.training import Run, build, make_optimizer, replica_hashes
+from tests.distributed.training import Run, build, gather, make_optimizer, replica_hashes
 from tests.ranks import layout
 
 Ranks = Callable[..., list[Any]]
@@ -38,10 +38,10 @@ def _state_bytes(optimizer: Any) -> dict[Any, bytes]:
 
 
 def _poisoned_step(rank: int, run: Run, value: float, victim: str, tp_rank: int) -> Any:
-    wrapped, optimizer, _ = build(run)
+    (wrapped,), optimizer, _ = build(run)
     _gradients(wrapped, optimizer, 0)
     assert optimizer.step()[0]
-    before = (_state_bytes(optimizer), replica_hashes(wrapped))
+    before = (_state_bytes(optimizer), replica_hashes([wrapped]))
     steps_before = [group["step"] for group in optimizer.param_groups]
     _gradients(wrapped, optimizer, 1)
     if rank % run.tp == tp_rank:
@@ -50,7 +50,7 @@ def _poisoned_step(rank: int, run: Run, value: float, victim: str, tp_rank: int)
                 # On every DP rank, because only the one that owns the element looks at it.
                 parameter.main_grad.view(-1)[7] = value
     ok, _, _ = optimizer.step()
-    unchanged = before == (_state_bytes(optimizer), replica_hashes(wrapped))
+    unchanged = before == (_state_bytes(optimizer), replica_hashes([wrapped]))
     unchanged &= steps_before == [group["step"] for group in optimizer.param_groups]
     _gradients(wrapped, optimizer, 2)
     again, norm, _ = optimizer.step()
@@ -105,7 +105,7 @@ def test_frozen_parameters_stay_and_the_rest_trains(ranks: Ranks) -> None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("layers.1" in name and "linear_fc" in name)
         wrapped = tiny_gpt.wrap_ddp(model)
-        optimizer = make_optimizer(Run(), wrapped)
+        optimizer = make_optimizer(Run(), [wrapped])
         first = tiny_gpt.gather_full(wrapped)
         _gradients(wrapped, optimizer, 0)
         assert optimizer.step()[0]
@@ -127,7 +127,7 @@ def test_everything_to_adam_equals_adam(ranks: Ranks) -> None:
     def body(rank: int, optimizer: str) -> Any:
         config = MatrixConfig(rules=(Rule(pattern="*", optimizer="adam"),))
         run = Run(tp=2, dp=2, optimizer=optimizer, config=config, overlap=True)
-        wrapped, built, _ = build(run)
+        (wrapped,), built, _ = build(run)
         for step in range(3):
             _gradients(wrapped, built, step)
             assert built.step()[0]
@@ -141,7 +141,7 @@ def test_everything_to_adam_equals_adam(ranks: Ranks) -> None:
 
 def test_a_matrix_with_zero_gradient_only_decays(ranks: Ranks) -> None:
     def body(rank: int) -> Any:
-        wrapped, optimizer, _ = build(Run(tp=2, dp=2))
+        (wrapped,), optimizer, _ = build(Run(tp=2, dp=2))
         first = tiny_gpt.gather_full(wrapped)
         _gradients(wrapped, optimizer, 0)
         for name, parameter in wrapped.named_parameters():
@@ -220,7 +220,7 @@ def test_wrong_settings_are_refused_together_on_every_rank(
         layout(tp=2)
         wrapped = tiny_gpt.wrap_ddp(tiny_gpt.build_gpt())
         with pytest.raises(ValueError) as refused:
-            make_optimizer(Run(config=config), wrapped)
+            make_optimizer(Run(config=config), [wrapped])
         return str(refused.value)
 
     messages = ranks(4, body, timeout=60)
@@ -259,7 +259,7 @@ def test_ranks_with_different_plans_do_not_start(ranks: Ranks) -> None:
             bucket_size=2_000 if rank == 2 else 4_000,
         )
         with pytest.raises(PlanMismatchError) as refused:
-            make_optimizer(Run(), wrapped)
+            make_optimizer(Run(), [wrapped])
         return str(refused.value)
 
     messages = ranks(4, body)
@@ -291,39 +291,47 @@ def _train_between(
     from megatron.core import dist_checkpointing
 
     metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
-    wrapped, optimizer, schedule = build(dataclasses.replace(run, steps=20))
+    chunks, optimizer, schedule = build(dataclasses.replace(run, steps=20))
+    names = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
 
     def content(is_loading: bool) -> dict[str, Any]:
-        model = wrapped.module.sharded_state_dict(metadata=metadata)
+        models = {
+            name: chunk.module.sharded_state_dict(metadata=metadata)
+            for name, chunk in zip(names, chunks, strict=True)
+        }
         return {
-            "model": model,
+            **models,
             "optimizer": optimizer.sharded_state_dict(
-                model, is_loading=is_loading, metadata=metadata
+                models["model"] if len(chunks) == 1 else models,
+                is_loading=is_loading,
+                metadata=metadata,
             ),
         }
 
     if load is not None:
         # A run that starts from other weights shows that everything comes from the checkpoint.
         with torch.no_grad():
-            for parameter in wrapped.parameters():
-                parameter.add_(1.0)
+            for chunk in chunks:
+                for parameter in chunk.parameters():
+                    parameter.add_(1.0)
         loaded = dist_checkpointing.load(content(is_loading=True), load)
-        wrapped.module.load_state_dict(loaded["model"], strict=False)
+        for name, chunk in zip(names, chunks, strict=True):
+            chunk.module.load_state_dict(loaded[name], strict=False)
         optimizer.load_state_dict(loaded["optimizer"])
         schedule.step(start)
     losses = []
     for step in range(start, stop):
         optimizer.zero_grad()
         micro_batches = tiny_gpt.batch(step, global_batch=16, micro_batch=2)
-        losses.append(tiny_gpt.forward_backward(wrapped, micro_batches, optimizer))
+        losses.append(tiny_gpt.forward_backward(chunks, micro_batches, optimizer))
         assert optimizer.step()[0]
         schedule.step(1)
-    tiny_gpt.gather_full(wrapped)
+    gather(chunks)
     if save is not None:
         dist_checkpointing.save(content(is_loading=False), save)
     return {
         "losses": losses,
-        "weights": replica_hashes(wrapped),
+        "weights": replica_hashes(chunks),
         "state": _state_bytes(optimizer),
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
     }
@@ -331,7 +339,7 @@ def _train_between(
 
 def test_other_sharding_types_are_refused_by_name(ranks: Ranks) -> None:
     def body(rank: int) -> str:
-        wrapped, optimizer, _ = build(Run())
+        (wrapped,), optimizer, _ = build(Run())
         with pytest.raises(ValueError) as refused:
             optimizer.sharded_state_dict(
                 wrapped.module.sharded_state_dict(),
@@ -374,7 +382,7 @@ def test_ranks_with_different_settings_do_not_start(ranks: Ranks, rank_two: Matr
         wrapped = tiny_gpt.wrap_ddp(tiny_gpt.build_gpt())
         config = rank_two if rank == 2 else MatrixConfig()
         with pytest.raises(ValueError) as refused:
-            make_optimizer(Run(config=config), wrapped)
+            make_optimizer(Run(config=config), [wrapped])
         return str(refused.value)
 
     (message,) = set(ranks(4, body, timeout=60))
@@ -389,7 +397,7 @@ def test_both_copies_of_a_tied_embedding_follow_one_rule(ranks: Ranks, field: st
         layout(pp=2)
         wrapped = tiny_gpt.wrap_ddp(tiny_gpt.build_gpt(tied=True))
         rule = Rule(pattern="embedding.*", **{field: 0.25})
-        optimizer = make_optimizer(Run(config=MatrixConfig(rules=(rule,))), wrapped)
+        optimizer = make_optimizer(Run(config=MatrixConfig(rules=(rule,))), [wrapped])
         for step in range(2):
             _gradients(wrapped, optimizer, step)
             assert optimizer.step()[0]
@@ -405,7 +413,7 @@ def test_a_tied_embedding_cannot_be_a_matrix(ranks: Ranks) -> None:
         wrapped = tiny_gpt.wrap_ddp(tiny_gpt.build_gpt(tied=True))
         rule = Rule(pattern="embedding.*", optimizer="matrix")
         with pytest.raises(ValueError) as refused:
-            make_optimizer(Run(config=MatrixConfig(rules=(rule,))), wrapped)
+            make_optimizer(Run(config=MatrixConfig(rules=(rule,))), [wrapped])
         return str(refused.value)
 
     (message,) = set(ranks(2, body))
@@ -420,7 +428,7 @@ def test_rates_hold_without_a_scheduler(ranks: Ranks) -> None:
         wrapped = tiny_gpt.wrap_ddp(tiny_gpt.build_gpt())
         rules = (Rule(pattern="*.linear_proj.weight", lr_mult=0.0, wd_mult=0.0),)
         config = MatrixConfig(lr=4e-2, weight_decay=0.3, rules=rules)
-        optimizer = make_optimizer(Run(config=config), wrapped)
+        optimizer = make_optimizer(Run(config=config), [wrapped])
         first = tiny_gpt.gather_full(wrapped)
         _gradients(wrapped, optimizer, 0)
         assert optimizer.step()[0]

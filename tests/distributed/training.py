@@ -10,10 +10,10 @@ import torch
 from megatron_muon.config import MatrixConfig
 from tests import tiny_gpt
 from tests.ranks import layout
-from tests.reference.muon import ReferenceAdamW, ReferenceMuon, clip, gate_up_parts, qkv_parts
+from tests.reference.muon import ReferenceAdamW, ReferenceMuon, clip
+from tests.tiny_models import MODELS, SIZES, Layout, is_matrix
+from tests.whole_parameters import global_name, unwrapped
 
-LAYERS, HIDDEN, HEADS, GROUPS, FFN = 4, 32, 8, 4, 48
-HEAD_DIM = HIDDEN // HEADS
 LR, MIN_LR, WEIGHT_DECAY = 2e-2, 2e-3, 0.1
 WARMUP = 4
 GLOBAL_BATCH = 16
@@ -21,63 +21,82 @@ BETAS, EPS = (0.9, 0.95), 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(Layout):
     """One training run.
 
     Attributes:
-        tp: Tensor-parallel size.
-        dp: Data-parallel size.
-        pp: Pipeline-parallel size.
+        model: Key of ``tests.tiny_models.MODELS``.
         optimizer: ``dmuon`` or ``adam``.
         steps: Number of steps.
         overlap: Reduce and gather overlapped with backward and forward, several small buckets.
+        overlap_gather: The gather alone; None for as ``overlap``.
         sequence_parallel: Sequence parallelism.
         clip_grad: Clipping threshold.
+        lr: Highest learning rate.
         dtype: Dtype of the model parameters.
         config: Settings of the matrix optimizer.
         keep: What a rank returns: every step's ``gradients`` and ``weights``, or the ``last``.
+        options: Further options of ``build_gpt``.
     """
 
-    tp: int = 1
-    dp: int = 1
-    pp: int = 1
+    model: str = "gpt"
     optimizer: str = "dmuon"
     steps: int = 20
     overlap: bool = False
+    overlap_gather: bool | None = None
     sequence_parallel: bool = False
     clip_grad: float = 1.0
+    lr: float = LR
     dtype: torch.dtype = torch.float32
-    config: MatrixConfig = field(default_factory=MatrixConfig)
+    config: MatrixConfig = field(default_factory=lambda: MatrixConfig(min_dim=1))
     keep: str = "every"
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
-    def world_size(self) -> int:
-        return self.tp * self.dp * self.pp
+    def global_batch(self) -> int:
+        """Sequences of a step."""
+        return GLOBAL_BATCH if GLOBAL_BATCH % self.dp == 0 else 8 * self.dp
+
+    @property
+    def gathers_early(self) -> bool:
+        """Whether the parameter gather is overlapped with the next forward."""
+        return self.overlap if self.overlap_gather is None else self.overlap_gather
 
 
-def build(run: Run) -> tuple[Any, Any, Any]:
-    """(wrapped model, optimizer, scheduler) of a rank; makes the process groups."""
-    layout(tp=run.tp, pp=run.pp)
-    model = tiny_gpt.build_gpt(
-        layers=LAYERS,
-        hidden=HIDDEN,
-        heads=HEADS,
-        query_groups=GROUPS,
-        ffn=FFN,
-        params_dtype=run.dtype,
-        sequence_parallel=run.sequence_parallel and run.tp > 1,
+def build(run: Run) -> tuple[list[Any], Any, Any]:
+    """(wrapped model chunks, optimizer, scheduler) of a rank; makes the process groups."""
+    layout(
+        tp=run.tp,
+        pp=run.pp,
+        cp=run.cp,
+        ep=run.ep,
+        etp=run.etp,
+        vpp=run.vpp,
+        optimizer_instances=run.instances,
     )
-    wrapped = tiny_gpt.wrap_ddp(
-        model,
-        overlap_grad_reduce=run.overlap,
-        overlap_param_gather=run.overlap,
-        bucket_size=3_000 if run.overlap else None,
-    )
-    optimizer = make_optimizer(run, wrapped)
-    return wrapped, optimizer, scheduler(optimizer, run.steps)
+    chunks = []
+    for stage in range(run.vpp or 1):
+        model = tiny_gpt.build_gpt(
+            **(SIZES | MODELS[run.model].options | dict(run.options)),
+            params_dtype=run.dtype,
+            sequence_parallel=run.sequence_parallel and run.tp > 1,
+            vp_stage=stage if run.vpp else None,
+        )
+        chunks.append(
+            tiny_gpt.wrap_ddp(
+                model,
+                overlap_grad_reduce=run.overlap,
+                overlap_param_gather=run.gathers_early,
+                bucket_size=3_000 if run.overlap else None,
+                num_distributed_optimizer_instances=run.instances,
+                disable_bucketing=stage > 0,
+            )
+        )
+    optimizer = make_optimizer(run, chunks)
+    return chunks, optimizer, scheduler(optimizer, run)
 
 
-def make_optimizer(run: Run, wrapped: Any) -> Any:
+def make_optimizer(run: Run, chunks: list[Any]) -> Any:
     """The optimizer of a run, through the calling convention of ``get_megatron_optimizer``."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -85,8 +104,8 @@ def make_optimizer(run: Run, wrapped: Any) -> Any:
 
     config = OptimizerConfig(
         optimizer="adam",
-        lr=LR,
-        min_lr=MIN_LR,
+        lr=run.lr,
+        min_lr=run.lr / 10,
         weight_decay=WEIGHT_DECAY,
         adam_beta1=BETAS[0],
         adam_beta2=BETAS[1],
@@ -95,94 +114,127 @@ def make_optimizer(run: Run, wrapped: Any) -> Any:
         bf16=run.dtype == torch.bfloat16,
         params_dtype=run.dtype,
         use_distributed_optimizer=True,
-        overlap_param_gather=run.overlap,
+        overlap_param_gather=run.gathers_early,
         log_num_zeros_in_grad=True,
     )
     if run.optimizer == "adam":
-        return get_megatron_optimizer(config, [wrapped])
-    return megatron_muon.get_matrix_optimizer(config, [wrapped], matrix_config=run.config)
+        return get_megatron_optimizer(config, chunks)
+    return megatron_muon.get_matrix_optimizer(config, chunks, matrix_config=run.config)
 
 
-def scheduler(optimizer: Any, steps: int) -> Any:
+def scheduler(optimizer: Any, run: Run) -> Any:
     """Megatron's scheduler: warm-up, then cosine decay."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+    decay = max(run.steps, 20)
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=LR / 10,
-        max_lr=LR,
-        min_lr=MIN_LR,
+        init_lr=run.lr / 10,
+        max_lr=run.lr,
+        min_lr=run.lr / 10,
         lr_warmup_steps=WARMUP,
-        lr_decay_steps=max(steps, 20),
+        lr_decay_steps=decay,
         lr_decay_style="cosine",
         start_wd=WEIGHT_DECAY,
         end_wd=WEIGHT_DECAY,
-        wd_incr_steps=max(steps, 20),
+        wd_incr_steps=decay,
         wd_incr_style="constant",
     )
+
+
+def gather(chunks: list[Any], value: str = "param") -> dict[str, torch.Tensor]:
+    """Whole parameters or gradients of all chunks of a rank."""
+    found: dict[str, torch.Tensor] = {}
+    for chunk in chunks:
+        found |= tiny_gpt.gather_full(chunk, value)  # type: ignore[arg-type]
+    return found
 
 
 def train(rank: int, run: Run) -> dict[str, Any]:
     """Train on one rank.
 
     Returns:
-        Of rank 0 whole tensors of every step, of the others only what tests hash.
+        Of the ranks that hold the first shards, whole tensors of every step; of the others only
+        what tests hash.
     """
-    wrapped, optimizer, schedule = build(run)
+    from megatron.core import parallel_state
+
+    chunks, optimizer, schedule = build(run)
     keeps_every = run.keep == "every"
+    dense = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    tells = (dense == 0 and parallel_state.get_tensor_model_parallel_rank() == 0) or (
+        parallel_state.get_expert_data_parallel_rank() == 0
+        and parallel_state.get_expert_tensor_parallel_rank() == 0
+    )
     record: dict[str, Any] = {"losses": [], "norms": [], "zeros": [], "lrs": [], "steps": []}
-    record["names"] = list(tiny_gpt.gather_full(wrapped))
-    record["first"] = tiny_gpt.gather_full(wrapped)
+    record["first"] = gather(chunks)
     record["hashes"] = []
     for step in range(run.steps):
         optimizer.zero_grad()
-        # Two micro-batches at every layout: enough for accumulation, and TP collectives are slow.
+        # As few micro-batches as accumulation or the pipeline need: TP collectives are slow.
+        count = max(2, run.pp)
         micro_batches = tiny_gpt.batch(
-            step, global_batch=GLOBAL_BATCH, micro_batch=GLOBAL_BATCH // run.dp // 2
+            step, global_batch=run.global_batch, micro_batch=run.global_batch // run.dp // count
         )
-        record["losses"].append(tiny_gpt.forward_backward(wrapped, micro_batches, optimizer))
-        gradients = tiny_gpt.gather_full(wrapped, "main_grad") if keeps_every else None
+        record["losses"].append(tiny_gpt.forward_backward(chunks, micro_batches, optimizer))
+        gradients = gather(chunks, "main_grad") if keeps_every else None
         record["lrs"].append(optimizer.param_groups[0]["lr"])
         succeeded, norm, zeros = optimizer.step()
         assert succeeded
         schedule.step(1)
         record["norms"].append(float(norm))
         record["zeros"].append(float(zeros))
-        weights = tiny_gpt.gather_full(wrapped)
-        record["hashes"].append(replica_hashes(wrapped))
-        if keeps_every and rank == 0:
+        weights = gather(chunks)
+        record["hashes"].append(replica_hashes(chunks))
+        if keeps_every and tells:
             record["steps"].append((gradients, weights))
     record["last"] = weights
-    counters = [
+    record["counters"] = [
         (child.exchange.counters, child.plan.loads[child.exchange.rank])
         for child in optimizer.chained_optimizers
         if getattr(child, "exchange", None) is not None
     ]
-    record["counters"] = counters
+    record["matrices"] = sum(
+        len(child.plan.matrices)
+        for child in optimizer.chained_optimizers
+        if getattr(child, "exchange", None) is not None and child.exchange.rank == 0
+    )
     return record
 
 
-def replica_hashes(wrapped: Any) -> dict[str, bytes]:
-    """Bytes of every local parameter, to be compared with its copies on other ranks."""
-    return {
-        name: parameter.detach().contiguous().view(torch.uint8).numpy().tobytes()
-        for name, parameter in wrapped.named_parameters()
-    }
+def replica_hashes(chunks: list[Any]) -> dict[tuple[str, tuple[int, ...]], bytes]:
+    """Bytes of every local parameter, by name and the ranks that hold other shards of it."""
+    from megatron.core import parallel_state
+
+    found = {}
+    for chunk in chunks:
+        bare = unwrapped(chunk)
+        for name, parameter in bare.named_parameters():
+            is_expert = not getattr(parameter, "allreduce", True)
+            tp_rank = (
+                parallel_state.get_expert_tensor_parallel_rank()
+                if is_expert
+                else parallel_state.get_tensor_model_parallel_rank()
+            )
+            cut = getattr(parameter, "tensor_model_parallel", False)
+            key = (global_name(bare, name), (tp_rank if cut else 0,))
+            found[key] = parameter.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    return found
 
 
-def parts() -> dict[str, list[torch.Tensor]]:
-    """Rows of the logical matrices of each packed parameter."""
-    rows: dict[str, list[torch.Tensor]] = {}
-    for layer in range(LAYERS):
-        at = f"decoder.layers.{layer}"
-        rows[f"{at}.self_attention.linear_qkv.weight"] = qkv_parts(GROUPS, HEADS, HEAD_DIM)
-        rows[f"{at}.mlp.linear_fc1.weight"] = gate_up_parts(FFN)
-    return rows
-
-
-def is_matrix(name: str, tensor: torch.Tensor) -> bool:
-    """Which parameters of the tiny GPT are matrices, said independently of the package."""
-    return tensor.dim() == 2 and name.startswith("decoder.")
+def merged(results: list[dict[str, Any]], run: Run) -> dict[str, Any]:
+    """One record of the whole model from those of all pipeline stages and expert ranks."""
+    whole = dict(results[0])
+    for key in ("first", "last"):
+        whole[key] = {n: t for result in results for n, t in result[key].items()}
+    whole["steps"] = [
+        tuple(
+            {n: t for told in step if told is not None for n, t in told[kind].items()}
+            for kind in (0, 1)
+        )
+        for step in zip(*(r["steps"] for r in results if r["steps"]), strict=True)
+    ]
+    return whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,11 +245,13 @@ class StepErrors:
         matrix: Of a matrix's update, over all steps.
         scalar: Of another parameter's update, over all steps.
         norm: Of the gradient norm.
+        zeros: Largest difference of the number of zeros in the gradients.
     """
 
     matrix: float
     scalar: float
     norm: float
+    zeros: float
 
 
 def errors_against_reference(
@@ -205,7 +259,7 @@ def errors_against_reference(
 ) -> StepErrors:
     """Compare every step's update with one float64 process given that step's gradients."""
     muon = ReferenceMuon(
-        lr=LR,
+        lr=run.lr,
         momentum=run.config.momentum,
         nesterov=run.config.nesterov,
         weight_decay=WEIGHT_DECAY,
@@ -213,20 +267,24 @@ def errors_against_reference(
         extra_scale_factor=run.config.extra_scale_factor,
         coefficients=coefficients,
     )
-    adamw = ReferenceAdamW(lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+    adamw = ReferenceAdamW(lr=run.lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
     before = record["first"]
-    worst = {"matrix": 0.0, "scalar": 0.0, "norm": 0.0}
-    for (gradients, weights), lr, norm in zip(
-        record["steps"], record["lrs"], record["norms"], strict=True
+    model = MODELS[run.model]
+    parts = {n: model.parts(n, t.shape) for n, t in before.items() if is_matrix(n, t)}
+    worst = {"matrix": 0.0, "scalar": 0.0, "norm": 0.0, "zeros": 0.0}
+    for (gradients, weights), lr, norm, zeros in zip(
+        record["steps"], record["lrs"], record["norms"], record["zeros"], strict=True
     ):
         exact = {name: grad.double() for name, grad in gradients.items()}
         clipped, exact_norm = clip(exact, run.clip_grad)
         worst["norm"] = max(worst["norm"], abs(norm / exact_norm - 1.0))
+        exact_zeros = sum(int((grad == 0).sum()) for grad in gradients.values())
+        worst["zeros"] = max(worst["zeros"], abs(zeros - exact_zeros))
         old = {name: tensor.double() for name, tensor in before.items()}
-        matrices = {n: t for n, t in old.items() if is_matrix(n, t)}
+        matrices = {n: t for n, t in old.items() if n in parts}
         scalars = {n: t for n, t in old.items() if n not in matrices}
         expected = muon.step(
-            matrices, {n: clipped[n] for n in matrices}, parts(), lr=lr
+            matrices, {n: clipped[n] for n in matrices}, parts, lr=lr
         ) | adamw.step(
             scalars,
             {n: clipped[n] for n in scalars},
@@ -236,6 +294,10 @@ def errors_against_reference(
         for name, update in expected.items():
             got = weights[name].double() - before[name].double()
             kind = "matrix" if name in matrices else "scalar"
-            worst[kind] = max(worst[kind], float((got - update).norm() / update.norm()))
+            # Without a gradient only weight decay changes anything, and the change is as small as
+            # the rounding of fp32 weights: there the weight itself is the measure.
+            still = not clipped[name].any()
+            off = float((got - update).norm() / (old[name] if still else update).norm())
+            worst[kind] = max(worst[kind], off)
         before = weights
     return StepErrors(**worst)

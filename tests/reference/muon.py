@@ -186,25 +186,20 @@ class ReferenceAdamW:
         return updates
 
 
+def unit_parts(sizes: Sequence[int], rows: int) -> list[Tensor]:
+    """Rows of each part where units of these parts follow one another (heads, query groups)."""
+    unit = torch.arange(rows).view(-1, sum(sizes))
+    return [part.reshape(-1) for part in unit.split(list(sizes), dim=1)]
+
+
 def qkv_parts(query_groups: int, heads: int, head_dim: int) -> list[Tensor]:
     """Rows of Q, of K and of V in Megatron's ``linear_qkv`` weight.
 
     The weight is packed by query group: the queries of the group's heads, its key, its value. Q, K
     and V are one logical matrix each, over all groups, as in megatron-core's Muon.
     """
-    queries: list[int] = []
-    keys: list[int] = []
-    values: list[int] = []
-    row = 0
-    for _ in range(query_groups):
-        for rows, count in (
-            (queries, heads // query_groups * head_dim),
-            (keys, head_dim),
-            (values, head_dim),
-        ):
-            rows.extend(range(row, row + count))
-            row += count
-    return [torch.tensor(rows) for rows in (queries, keys, values)]
+    queries = heads // query_groups * head_dim
+    return unit_parts((queries, head_dim, head_dim), query_groups * (queries + 2 * head_dim))
 
 
 def gate_up_parts(ffn: int) -> list[Tensor]:

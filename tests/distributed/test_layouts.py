@@ -1,0 +1,50 @@
+"""Every parallelism and every model: each step's update equals the one-process float64 reference.
+
+Every case runs with several buckets and overlapped reduction, and with sequence parallelism where
+TP cuts. What was found is written to ``build/layouts.json``, of which ``tools/support_matrix.py``
+makes the README's table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.distributed.layouts import CASES, Case
+from tests.distributed.training import errors_against_reference, merged, train
+from tests.reference.muon import QUINTIC
+
+Ranks = Callable[..., list[Any]]
+
+STEPS = 6
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, id=c.name, marks=[] if c.quick else [pytest.mark.slow]) for c in CASES],
+)
+def test_every_update_equals_the_reference(
+    ranks: Ranks, case: Case, layouts_tested: Callable[[Case, Any], None]
+) -> None:
+    run = case.run(steps=STEPS, clip_grad=1.0)
+    results = ranks(run.world_size, train, run)
+    record = merged(results, run)
+    found = errors_against_reference(run, record, QUINTIC)
+    layouts_tested(case, found)
+    assert found.matrix < 1e-5
+    assert found.scalar < 2e-4
+    assert found.norm < 1e-5, "a gradient is counted twice, or not at all"
+    assert found.zeros == 0, "a zero is counted twice, or not at all"
+    for step in range(run.steps):
+        seen: dict[Any, bytes] = {}
+        for result in results:
+            for shard, value in result["hashes"][step].items():
+                assert value == seen.setdefault(shard, value), f"copies of {shard}, step {step}"
+    computed = sum(c.matrices for r in results for c, _ in r["counters"])
+    assert computed == sum(r["matrices"] for r in results), "each matrix once, no more"
+    for result in results:
+        for counters, load in result["counters"]:
+            assert counters.sent_bytes == load.sent_bytes
+            assert counters.peak_buffer_bytes <= load.peak_buffer_bytes

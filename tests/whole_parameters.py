@@ -1,0 +1,155 @@
+"""Whole parameters and gradients of a model from the parts that the ranks hold, and back."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+
+def gather_full(
+    model: Any, value: Literal["param", "main_grad"] = "param"
+) -> dict[str, torch.Tensor]:
+    """Whole parameters or gradients of this pipeline stage, on every rank.
+
+    Rows are in logical order: all rows of gate before all rows of up.  All ranks must call it.
+
+    Args:
+        model: what ``build_gpt`` or ``wrap_ddp`` returned; for gradients, the latter, after
+            ``forward_backward``.
+        value: what to gather.
+
+    Returns:
+        Copies by name, with layers and experts numbered over all ranks; of experts, those that this
+        rank's expert-parallel part holds.
+    """
+    local = _reduced_gradients(model) if value == "main_grad" else _parameters(model)
+    bare = unwrapped(model)
+    return {
+        global_name(bare, name): _assemble(bare, name, param, local[param])
+        for name, param in bare.named_parameters()
+    }
+
+
+def global_name(model: Any, name: str) -> str:
+    """The name that a parameter would have in one process.
+
+    Args:
+        model: this rank's ``GPTModel``.
+        name: name in ``model.named_parameters()``.
+
+    Returns:
+        The name, with the layer and the expert numbered over all ranks.
+    """
+    from megatron.core import parallel_state
+
+    layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+    if layer:
+        number = model.decoder.layers[int(layer[1])].layer_number - 1
+        name = f"decoder.layers.{number}.{name[layer.end() :]}"
+    expert = re.search(r"\.local_experts\.(\d+)\.", name)
+    if expert:
+        per_rank = (
+            model.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+        )
+        number = int(expert[1]) + per_rank * parallel_state.get_expert_model_parallel_rank()
+        name = f"{name[: expert.start()]}.local_experts.{number}.{name[expert.end() :]}"
+    if model.share_embeddings_and_output_weights and name == "output_layer.weight":
+        # The last stage's copy of the embedding.
+        return "embedding.word_embeddings.weight"
+    return name
+
+
+def _tensor_group(param: torch.nn.Parameter) -> Any:
+    from megatron.core import parallel_state
+
+    if getattr(param, "allreduce", True):
+        return parallel_state.get_tensor_model_parallel_group()
+    return parallel_state.get_expert_tensor_parallel_group()
+
+
+def _cut_dim(param: Any) -> int | None:
+    sharded = getattr(param, "tensor_model_parallel", False)
+    return param.partition_dim if sharded and _tensor_group(param).size() > 1 else None
+
+
+def _is_gated(model: Any, name: str) -> bool:
+    return model.config.gated_linear_unit and ".linear_fc1." in name
+
+
+def initial(model: Any, name: str, param: torch.Tensor, seed: int) -> torch.Tensor:
+    """The whole parameter, drawn from its global name alone."""
+    shape = list(param.shape)
+    dim = _cut_dim(param)
+    if dim is not None:
+        shape[dim] *= _tensor_group(param).size()
+    key = f"{seed}:{global_name(model, name)}".encode()
+    generator = torch.Generator().manual_seed(zlib.crc32(key))
+    drawn = torch.randn(shape, generator=generator)
+    # Vectors are norms here, whose weights lie around one.
+    return drawn * shape[-1] ** -0.5 if len(shape) > 1 else 1 + 0.1 * drawn
+
+
+def cut(model: Any, name: str, param: torch.nn.Parameter, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole parameter, as Megatron cuts it."""
+    dim = _cut_dim(param)
+    if dim is None:
+        return whole
+    group = _tensor_group(param)
+    stacked = whole.chunk(2) if _is_gated(model, name) else (whole,)
+    return torch.cat([block.chunk(group.size(), dim)[group.rank()] for block in stacked])
+
+
+def _assemble(
+    model: Any, name: str, param: torch.nn.Parameter, local: torch.Tensor
+) -> torch.Tensor:
+    """The whole parameter from the parts of all tensor-parallel ranks: the inverse of ``_cut``."""
+    dim = _cut_dim(param)
+    if dim is None:
+        return local.clone()
+    group = _tensor_group(param)
+    parts = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(parts, local.contiguous(), group=group)
+    if not _is_gated(model, name):
+        return torch.cat(parts, dim)
+    gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)
+    return torch.cat([*gates, *ups])
+
+
+def _parameters(model: Any) -> dict[torch.nn.Parameter, torch.Tensor]:
+    ddp_config = getattr(model, "ddp_config", None)
+    if ddp_config is not None and ddp_config.overlap_param_gather:
+        # Updated shards travel with the next forward only: have them now.
+        model.start_param_sync(force_sync=True)
+    return {param: param.detach() for param in unwrapped(model).parameters()}
+
+
+def _reduced_gradients(model: Any) -> dict[torch.nn.Parameter, torch.Tensor]:
+    """Gradients after the reduction, whole over data parallel.
+
+    After a reduce-scatter only this rank's part of each bucket holds the sum; the rest holds what
+    this rank contributed.  The parts of all ranks, in the order of ranks, make up the bucket.
+    """
+    gradients = {}
+    for buffer in (*model.buffers, *model.expert_parallel_buffers):
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            whole = bucket.grad_data
+            if model.ddp_config.use_distributed_optimizer:
+                shards = [torch.empty_like(s) for s in whole.chunk(group.size())]
+                dist.all_gather(shards, whole.chunk(group.size())[group.rank()], group=group)
+                whole = torch.cat(shards)
+            for param in bucket.params_list:
+                start, end = bucket.param_to_index[param]
+                gradients[param] = whole[start:end].view(param.shape)
+    return gradients
+
+
+def unwrapped(model: Any) -> Any:
+    """The model inside all wrappers."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model
