@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from tests.duplicated_linear import duplicate_down_projections
 from tests.plain_attention import use_plain_attention, zigzag
 from tests.whole_parameters import cut, gather_full, global_name, initial
 
@@ -37,6 +38,7 @@ def build_gpt(
     tied: bool = False,
     position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope",
     plain_attention: bool = False,
+    duplicated_down: bool = False,
     idle_expert: int | None = None,
     vp_stage: int | None = None,
     **config: Any,
@@ -61,6 +63,8 @@ def build_gpt(
         position_embedding_type: of the model.
         plain_attention: whether core attention is ``tests.plain_attention``, which also runs with
             context parallelism and multi-latent attention.
+        duplicated_down: whether multi-latent attention holds its down-projections whole on every
+            tensor-parallel rank, as with Transformer Engine.
         idle_expert: an expert that the router never chooses.
         vp_stage: virtual pipeline stage, with interleaved schedules.
         **config: more fields of ``TransformerConfig``.
@@ -113,6 +117,8 @@ def build_gpt(
     spec = get_gpt_decoder_block_spec(transformer, use_transformer_engine=False, vp_stage=vp_stage)
     if plain_attention:
         use_plain_attention(spec)
+    if duplicated_down:
+        duplicate_down_projections(spec)
     is_last = parallel_state.is_pipeline_last_stage(vp_stage=vp_stage, ignore_virtual=False)
     model = GPTModel(
         config=transformer,

@@ -57,6 +57,7 @@ MLA = {
     "v_head_dim": 6,
     "query_groups": 8,
     "plain_attention": True,
+    "duplicated_down": True,
 }
 MOE = {
     "num_moe_experts": 4,
@@ -142,6 +143,10 @@ MODELS: Mapping[str, TinyModel] = MappingProxyType(
             options={**MOE, "moe_shared_expert_intermediate_size": 24, "idle_expert": 3},
         ),
         "mla": TinyModel(what="multi-latent attention (stand-in core attention)", options=MLA),
+        "mla-local": TinyModel(
+            what="multi-latent attention, down-projections cut as by Megatron's local layers",
+            options={**MLA, "duplicated_down": False},
+        ),
         "mla-moe": TinyModel(
             what="multi-latent attention with experts, no query compression",
             options={**MLA, **MOE, "q_lora_rank": None},

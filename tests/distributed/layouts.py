@@ -107,6 +107,7 @@ def _cases() -> tuple[Case, ...]:
         case("mla", tp=2, quick=True),
         case("mla", tp=2, dp=2),
         case("mla", dp=3),
+        case("mla-local", tp=2, dp=2),
         case("mla", cp=2, tp=2),
         case("mla-moe", tp=2, dp=2, ep=2, etp=1),
     ]

@@ -35,7 +35,8 @@ class Run(Layout):
         lr: Highest learning rate.
         dtype: Dtype of the model parameters.
         config: Settings of the matrix optimizer.
-        keep: What a rank returns: every step's ``gradients`` and ``weights``, or the ``last``.
+        keep: What a rank returns: ``every`` step's gradients and weights, hashes and the ``last``
+            weights, or ``losses`` and the last weights.
         options: Further options of ``build_gpt``.
     """
 
@@ -184,11 +185,13 @@ def train(rank: int, run: Run) -> dict[str, Any]:
         schedule.step(1)
         record["norms"].append(float(norm))
         record["zeros"].append(float(zeros))
+        if run.keep == "losses":
+            continue
         weights = gather(chunks)
         record["hashes"].append(replica_hashes(chunks))
         if keeps_every and tells:
             record["steps"].append((gradients, weights))
-    record["last"] = weights
+    record["last"] = gather(chunks)
     record["counters"] = [
         (child.exchange.counters, child.plan.loads[child.exchange.rank])
         for child in optimizer.chained_optimizers
