@@ -103,10 +103,12 @@ def _buffer_layout(
     for chunk in model_chunks:
         for buffer in domain.buffers(chunk):
             size = buffer.data_parallel_group.size()
-            assert size == domain.dp_group.size(), (
-                f"{domain.name} buffers are sharded over {size} ranks, their group has "
-                f"{domain.dp_group.size()}"
-            )
+            if size != domain.dp_group.size():
+                raise ValueError(
+                    f"{domain.name} gradient buffers are sharded over {size} ranks, but their "
+                    f"data-parallel group has {domain.dp_group.size()}: wrap the model and build "
+                    "the optimizer with the same process groups"
+                )
             for parameter, (start, stop, number) in buffer.param_index_map.items():
                 bucket = buffer.buckets[number]
                 layout[parameter] = (start, stop, bucket.offset, bucket.grad_data.numel())

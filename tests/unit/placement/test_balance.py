@@ -10,6 +10,8 @@ from itertools import product
 import pytest
 
 from megatron_muon.placement.balance import assign_owners
+from tests.distributed.prescribed import Whole, gate_up, units
+from tests.unit.placement.stages import stage_of
 
 SEEDS = range(40)
 
@@ -159,3 +161,70 @@ def test_nothing_to_own() -> None:
 
 def test_costs_of_zero_are_owned_too() -> None:
     assert all(0 <= owner < 3 for owner in _owners([0, 0, 0, 0], 3))
+
+
+def _dense(h: int, ffn: int, layers: int, heads: int) -> list[Whole]:
+    """Layers with grouped queries (8 groups of head size 128) and a gated MLP."""
+    query = heads // 8 * 128
+    return [
+        entry
+        for layer in range(layers)
+        for entry in (
+            Whole(
+                name=f"layers.{layer}.qkv",
+                shape=(8 * (query + 256), h),
+                tp_dim=0,
+                packing=units(q=query, k=128, v=128),
+            ),
+            Whole(name=f"layers.{layer}.proj", shape=(h, 8 * query), tp_dim=1),
+            Whole(name=f"layers.{layer}.fc1", shape=(2 * ffn, h), tp_dim=0, packing=gate_up(ffn)),
+            Whole(name=f"layers.{layer}.fc2", shape=(h, ffn), tp_dim=1),
+        )
+    ]
+
+
+def _experts(h: int, ffn: int, layers: int, experts: int) -> list[Whole]:
+    return [
+        entry
+        for layer in range(layers)
+        for expert in range(experts)
+        for entry in (
+            Whole(
+                name=f"layers.{layer}.experts.fc1.weight{expert}",
+                shape=(2 * ffn, h),
+                tp_dim=0,
+                packing=gate_up(ffn),
+            ),
+            Whole(name=f"layers.{layer}.experts.fc2.weight{expert}", shape=(h, ffn), tp_dim=1),
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entries", "tp", "dp"),
+    [
+        pytest.param(_dense(8192, 28672, 20, 64), 8, 8, id="70B stage, TP8 x DP8"),
+        pytest.param(_dense(4096, 14336, 32, 32), 2, 8, id="8B, TP2 x DP8"),
+        pytest.param(_dense(4096, 14336, 32, 32), 1, 64, id="8B, DP64"),
+        pytest.param(_experts(2048, 1408, 6, 16), 1, 8, id="experts, DP8"),
+        pytest.param(_experts(4096, 1536, 6, 16), 2, 4, id="experts, TP2 x DP4"),
+    ],
+)
+def test_time_and_memory_are_balanced_on_dense_and_moe_shapes(
+    entries: list[Whole], tp: int, dp: int
+) -> None:
+    """M#6379, M#2162, M#2163: balanced by elements, one owner dominates time or memory.
+
+    Time within 1.2 of the bound, elements owned within 1.2 of the mean, bytes within 1.3 of what
+    an even share of all elements out and back would be.
+    """
+    plan = stage_of(entries, tp=tp, dp=dp, bucket=40_000_000).plan()
+    reached, bound = plan.balance
+    assert reached <= 1.2 * bound
+    owned = [0] * plan.group.size
+    for matrix, owner in zip(plan.matrices, plan.owners, strict=True):
+        owned[owner] += matrix.numel
+    even = sum(owned) / plan.group.size
+    assert max(owned) <= 1.2 * even
+    assert max(load.sent_bytes for load in plan.loads) <= 1.3 * 2 * even * plan.itemsize
+    assert max(load.received_bytes for load in plan.loads) <= 1.3 * 2 * even * plan.itemsize

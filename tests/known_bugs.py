@@ -1,0 +1,145 @@
+"""Public bug reports of this field, and the test here that shows each not to hold.
+
+The reports are those of the project's design notes under "Ownership, layout, communication" and
+"Routing and maths". M is NVIDIA/Megatron-LM. A report without a test has the reason instead.
+"""
+
+from __future__ import annotations
+
+UNTESTABLE = "not testable here: "
+
+_EDGES = "tests/distributed/test_training_edges.py::"
+_BUGS = "tests/distributed/test_known_bugs.py::"
+_LAYOUTS = "tests/distributed/test_layouts.py::"
+_EQUAL = "tests/distributed/test_training_equality.py::"
+_ALONE = "tests/distributed/test_rule_alone.py::"
+_MODEL = "tests/unit/integration/test_model_parameters.py::"
+_RUNNER = "tests/unit/exchange/test_runner.py::"
+_PLAN = "tests/unit/placement/test_plan.py::"
+_SCHULZ = "tests/unit/linalg/test_newton_schulz.py::"
+_REST = _MODEL + "TestTheRest::"
+_ARGUMENTS = "tests/unit/integration/test_arguments.py::"
+_LOGICAL = "tests/unit/matrices/test_logical.py::"
+_BALANCE = "tests/unit/placement/test_balance.py::"
+
+REPORTS: dict[str, tuple[str, ...]] = {
+    # ---- ownership, layout, communication
+    "M#6920 resume continues from a different model": (
+        _EDGES + "test_resumed_run_is_bit_equal",
+        _BUGS + "test_steps_save_and_load_give_the_same_bits",
+    ),
+    "M#5479 owners differ between ranks": (
+        _PLAN + "test_plan_does_not_depend_on_the_order_of_its_inputs",
+        _EDGES + "test_ranks_with_different_plans_do_not_start",
+    ),
+    "M#6048 more shards than the group": (_BUGS + "test_buffers_of_another_group_are_refused",),
+    "M#6379 M#2162 M#2163 one owner dominates time or memory": (
+        _BALANCE + "test_time_and_memory_are_balanced_on_dense_and_moe_shapes",
+    ),
+    "M#4138 expert-DP 1; dion#74 ranks that hold nothing": (
+        _BUGS + "test_steps_save_and_load_give_the_same_bits",
+        _RUNNER + "test_ranks_that_hold_nothing_enter_every_message",
+        _ALONE + "test_more_ranks_than_matrices",
+    ),
+    "M#4840 M#4889 parameters off 64-element boundaries": (
+        _BUGS + "test_no_parameter_moves_in_its_buffer",
+    ),
+    "M#6740 padding enters the orthogonalization": (
+        _BUGS + "test_padding_of_buckets_never_reaches_a_matrix",
+    ),
+    "M#4609 overlapped gather pollutes gradients": (
+        _BUGS + "test_overlap_on_and_off_give_the_same_bits",
+    ),
+    "M#6754 a gather runs before the other optimizer stepped": (
+        _LAYOUTS + "test_every_update_equals_the_reference",
+    ),
+    "xtuner#2069 exchange buffer by global expert count": (
+        "tests/unit/placement/test_waves.py::test_bound_is_kept_or_the_model_refused",
+        _RUNNER + "test_buffers_that_are_really_alive_are_those_counted",
+    ),
+    "nanochat#843 buffers of asynchronous collectives freed early": (
+        _RUNNER + "test_every_holder_gets_the_update_of_the_whole_matrix",
+    ),
+    "M#6719 one monolithic all-to-all": (
+        _RUNNER + "test_two_waves_are_on_their_way_while_one_is_computed",
+    ),
+    "muon-fsdp2, DMuon: handles never waited for, order of one group": (
+        _RUNNER + "test_every_message_is_waited_for_once_and_all_have_been",
+        _RUNNER + "test_every_rank_starts_the_same_messages_in_the_same_order",
+    ),
+    "10,000 ranks: object gathers per param group at save": (
+        _BUGS + "test_collectives_at_save_do_not_grow_with_param_groups",
+    ),
+    # ---- routing and maths
+    "M#4728 M#4731 gated attention": (
+        _MODEL + "TestAttention::test_gated_attention",
+        _LAYOUTS + "test_every_update_equals_the_reference",
+    ),
+    "M#7117 M#6326 M#7085 QKV split skipped when query groups < TP": (
+        _MODEL + "TestAttention::test_groups_fewer_than_tp_are_decided_on_the_global_shape",
+        "tests/unit/matrices/test_logical.py::test_blocks_of_the_shards_give_the_rows_of_the_whole",
+        _LAYOUTS + "test_every_update_equals_the_reference",
+    ),
+    "M#6688 M#7077 M#7078 gate and up as one matrix": (
+        _BUGS + "test_a_loud_gate_leaves_up_its_update",
+        _MODEL + "TestExperts::test_gate_and_up_of_experts_are_two_matrices",
+    ),
+    "M#7395 replicated weights treated as shards": (
+        _MODEL + "TestMultiLatentAttention::test_replicated_down_projections_are_not_shards",
+        _LAYOUTS + "test_every_update_equals_the_reference",
+    ),
+    "M#5015 M#4091 packed rows of MLA and Mamba": (
+        _MODEL + "TestMultiLatentAttention::test_kinds_are_the_matrices_of_the_paper",
+        _MODEL + "TestStateSpace::test_mamba_in_proj_is_its_five_parts",
+    ),
+    "M#4641 M#4642 M#5034 tied embedding or MTP head reaches Muon": (
+        _BUGS + "test_embeddings_and_heads_go_to_adam_on_every_stage",
+        _EDGES + "test_both_copies_of_a_tied_embedding_follow_one_rule",
+    ),
+    "M#6642 per-parameter override ignored": (
+        _EDGES + "test_rules_come_before_defaults",
+        "tests/distributed/test_wrong_inputs.py::test_wrong_flags",
+    ),
+    "learned positions and routers go to Muon": (
+        _REST + "test_routers_positions_and_thin_matrices_are_adams_unless_a_rule_says_else",
+    ),
+    "3-D grouped experts go to Adam; MaxText#4798 the expert axis": (
+        _MODEL + "TestExperts::test_a_stack_of_experts_is_a_matrix_each",
+        _LOGICAL + "test_one_expert_is_one_matrix_under_its_global_number",
+        _ALONE + "test_equals_one_process",
+    ),
+    "old GroupedMLP [h, E·f] as one matrix": (
+        UNTESTABLE + "megatron-core 0.19 has no GroupedMLP any more, and 0.16 is refused",
+    ),
+    "M#5394 M#5395 M#5431 EO#229 a tiny gradient vanishes": (
+        _SCHULZ + "test_the_size_of_the_gradient_does_not_matter",
+        _SCHULZ + "test_zero_gives_zero",
+        _EDGES + "test_a_matrix_with_zero_gradient_only_decays",
+    ),
+    "M#6099 M#5916 M#6470 M#3024 gradient norm counts copies": (
+        _LAYOUTS + "test_every_update_equals_the_reference",
+    ),
+    "DeepSpeed#7776 clips the orthogonal update": (
+        _EQUAL + "test_every_update_equals_the_reference",
+    ),
+    "KellerJordan/Muon#25 Moonlight#24 Primus#729 scale modes confused": (
+        "tests/unit/linalg/test_scales.py::test_the_rms_is_that_of_the_table",
+    ),
+    "M#3715 width scaling twice with muP": (
+        _ARGUMENTS + "test_an_unsupported_flag_is_refused_with_what_to_type",
+    ),
+    "DeepSpeed#8432 DeepSpeed#8435 an overflow step poisons momentum": (
+        _EDGES + "test_a_gradient_that_is_not_finite_skips_the_step_everywhere",
+        _EDGES + "test_a_loss_scaler_skips_the_step_as_for_adam",
+    ),
+    "DeepSpeed#8443 DeepSpeed#8442 ISEEKYAN#130 number of orthogonalizations": (
+        _LAYOUTS + "test_every_update_equals_the_reference",
+    ),
+    "gram-newton-schulz normalizes its argument in place": (
+        _SCHULZ + "test_the_input_keeps_every_bit",
+    ),
+    "M#1428 Newton-Schulz on each holder": (_ALONE + "test_counts_equal_the_prediction",),
+    "Moonlight#27 Newton-Schulz on the local shard": (
+        _EQUAL + "TestAWrongVariantFails::test_blockwise_per_tp_shard",
+    ),
+}
