@@ -3,7 +3,7 @@
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint benchmark clean
+.PHONY: help setup demo test test-fast lint benchmark support-matrix clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,11 @@ lint: setup ## ruff and mypy
 
 benchmark: setup ## optimizer time of dmuon, megatron-core's own muon and AdamW on 4 CPU ranks
 	$(PY) tools/first_comparison.py
+
+support-matrix: export OMP_NUM_THREADS := 1
+support-matrix: setup ## train every model at every layout and put the table into the README
+	$(PY) -m pytest -q tests/distributed/test_layouts.py
+	$(PY) tools/support_matrix.py
 
 clean: ## remove .venv, caches and what the demo wrote
 	rm -rf .venv demo_output benchmark_output build dist *.egg-info \

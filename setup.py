@@ -4,7 +4,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-MEGATRON = ["megatron-core>=0.19.2,<0.20", "psutil>=5.9", "absl-py>=2.0"]
+MEGATRON = ["megatron-core>=0.19.2,<0.20", "psutil>=5.9", "absl-py>=2.0", "einops>=0.7"]
 COMPARE = ["emerging-optimizers==0.3.0"]
 DEMO = ["matplotlib>=3.8"]
 
@@ -25,7 +25,8 @@ setup(
     package_data={"megatron_muon": ["py.typed"]},
     install_requires=["torch>=2.6", "numpy>=1.26"],
     extras_require={
-        # psutil: imported by dist_checkpointing.save but not declared by megatron-core.
+        # megatron-core imports psutil (dist_checkpointing.save) and einops (groups of several
+        # optimizer instances) without declaring them.
         "megatron": MEGATRON,
         "te": ["transformer-engine[pytorch]"],
         "compare": COMPARE,

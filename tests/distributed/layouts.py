@@ -75,6 +75,9 @@ def _cases() -> tuple[Case, ...]:
         case("mtp", pp=2, tp=2, quick=True),
     ]
     data = [
+        case("gpt"),
+        case("gpt", tp=4, dp=2),
+        case("gpt", tp=2, dp=4),
         case("gpt", dp=3),
         case("gpt", tp=2, dp=3),
         case("gpt", dp=4, instances=2, quick=True),
@@ -103,6 +106,7 @@ def _cases() -> tuple[Case, ...]:
     attention = [
         case("gpt-mha-bias", tp=2, dp=2),
         case("gpt-mqa", tp=2, dp=2),
+        case("gpt-mqa", tp=4),
         case("gpt-gated-attention", tp=2, dp=2),
         case("mla", tp=2, quick=True),
         case("mla", tp=2, dp=2),

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from tests.distributed.layouts import CASES, Case
-from tests.distributed.training import errors_against_reference, merged, train
+from tests.distributed.training import Run, errors_against_reference, merged, train
+from tests.ranks import RankFailed
 from tests.reference.muon import QUINTIC
 
 Ranks = Callable[..., list[Any]]
@@ -48,3 +49,49 @@ def test_every_update_equals_the_reference(
         for counters, load in result["counters"]:
             assert counters.sent_bytes == load.sent_bytes
             assert counters.peak_buffer_bytes <= load.peak_buffer_bytes
+
+
+class TestAWrongVariantFails:
+    """What others shipped is far outside the bound above."""
+
+    def error(self, ranks: Ranks, run: Run) -> float:
+        record = merged(ranks(run.world_size, train, run), run)
+        return errors_against_reference(run, record, QUINTIC).matrix
+
+    @pytest.mark.parametrize(
+        ("linear", "run"),
+        [
+            ("linear_fc1", Run(model="moe", dp=2, ep=2, steps=2)),
+            ("linear_kv_up_proj", Run(model="mla", tp=2, sequence_parallel=True, steps=2)),
+            ("linear_qkv", Run(model="gpt-gated-attention", tp=2, steps=2)),
+        ],
+        ids=["gate and up of experts", "keys and values of MLA", "gated attention"],
+    )
+    def test_packed_rows_as_one_matrix(
+        self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, linear: str, run: Run
+    ) -> None:
+        from megatron_muon.integration import packings
+        from megatron_muon.matrices import WHOLE
+
+        assert self.error(ranks, run) < 1e-5
+        family, _ = packings._BY_NAME[linear]
+        monkeypatch.setitem(packings._BY_NAME, linear, (family, lambda config, rows: WHOLE))
+        assert self.error(ranks, run) > 1e-2
+
+    def test_experts_exchanged_among_half_their_ranks(
+        self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The shards of one expert-TP rank alone, as if they were whole matrices."""
+        from megatron_muon.integration import model_parameters
+
+        original = model_parameters._describe
+
+        def without_expert_tp(place: Any, parameter: Any, tp: int) -> Any:
+            is_expert = not getattr(parameter, "allreduce", True)
+            return original(place, parameter, 1 if is_expert else tp)
+
+        run = Run(model="moe", tp=2, dp=2, ep=2, etp=2, sequence_parallel=True, steps=2)
+        assert self.error(ranks, run) < 1e-5
+        monkeypatch.setattr(model_parameters, "_describe", without_expert_tp)
+        with pytest.raises((RankFailed, AssertionError)):
+            assert self.error(ranks, run) < 1e-3

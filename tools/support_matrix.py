@@ -1,0 +1,66 @@
+"""Puts the table of tested layouts into the README, from what the last test run found.
+
+    make support-matrix
+
+runs ``tests/distributed/test_layouts.py`` and then this; ``build/layouts.json`` must hold every
+case of ``tests/distributed/layouts.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.distributed.layouts import CASES, Case  # noqa: E402 - needs the path above
+from tests.tiny_models import MODELS  # noqa: E402
+
+BEGIN, END = "<!-- layouts: begin -->", "<!-- layouts: end -->"
+
+
+def shown(case: Case) -> str:
+    """A layout as the table writes it."""
+    return f"{case.layout} ({case.note})" if case.note else str(case.layout)
+
+
+def table(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """One row per model.
+
+    Args:
+        found: Case name to the errors that the test found.
+    """
+    lines = ["| model | layouts | largest error of an update |", "|---|---|---|"]
+    for key, model in MODELS.items():
+        cases = [case for case in CASES if case.model == key]
+        worst = max(found[case.name]["matrix"] for case in cases)
+        layouts = ", ".join(shown(case) for case in cases)
+        lines.append(f"| {model.what} | {layouts} | {worst:.0e} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Rewrite the part of the README between the marks."""
+    path = ROOT / "build" / "layouts.json"
+    if not path.exists():
+        print(f"{path.name} is missing: type make support-matrix")
+        return 1
+    found = json.loads(path.read_text(encoding="utf-8"))
+    missing = [case.name for case in CASES if case.name not in found]
+    if missing:
+        print(f"not in {path.name}: {', '.join(missing)}; type make support-matrix")
+        return 1
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    readme.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{after}", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
