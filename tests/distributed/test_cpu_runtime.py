@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -91,16 +90,7 @@ LAYOUTS = {
 }
 
 
-# Megatron imports einops, undeclared, to make the groups of several optimizer instances.
-NEEDS_EINOPS = pytest.mark.skipif(
-    importlib.util.find_spec("einops") is None, reason="einops is not installed"
-)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(c, marks=NEEDS_EINOPS if "instances" in c else ()) for c in LAYOUTS],
-)
+@pytest.mark.parametrize("case", LAYOUTS)
 def test_every_layout_trains_as_one_process(
     ranks: RunRanks, one_process: Trained, case: str
 ) -> None:
