@@ -1,5 +1,6 @@
 """Runs a plan over a process group. The only package that calls collectives."""
 
+from megatron_muon.exchange.factor_runner import FactorExchange, WaveMail
 from megatron_muon.exchange.groups import exchange_group
 from megatron_muon.exchange.messenger import ExchangeCounters, Flight, Messenger, interleave
 from megatron_muon.exchange.runner import Exchange
@@ -14,11 +15,13 @@ from megatron_muon.exchange.transport import (
 __all__ = [
     "Exchange",
     "ExchangeCounters",
+    "FactorExchange",
     "Flight",
     "GroupTransport",
     "Messenger",
     "PlanMismatchError",
     "Transport",
+    "WaveMail",
     "check_agreement",
     "exchange_group",
     "gather_objects",

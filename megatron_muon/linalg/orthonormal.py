@@ -238,7 +238,8 @@ def _filling(span: Tensor, previous: Tensor, dropped: Tensor) -> Tensor:
     fresh = q @ left
     order = (dropped.cumsum(dim=-1) - 1).clamp_(min=0)
     filling = fresh.gather(-1, order.unsqueeze(-2).expand_as(fresh))
-    return filling.masked_fill_(~dropped.unsqueeze(-2), 0.0)
+    result: Tensor = filling.masked_fill_(~dropped.unsqueeze(-2), 0.0)
+    return result
 
 
 def _floor(sizes: Tensor) -> Tensor:

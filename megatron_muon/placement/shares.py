@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from megatron_muon.matrices import LogicalMatrix
-from megatron_muon.placement.segments import Segment
+from megatron_muon.matrices import Block, LogicalMatrix
+from megatron_muon.placement.segments import Rectangle, Segment, rectangles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class Share:
         rows: Number of rows of all runs.
         col: First column in the logical matrix.
         cols: Number of columns.
-        pieces: What the rank really holds of them.
+        pieces: What the rank really holds of them, one piece a run.
         is_source: False for a further copy of a parameter replicated over TP.
     """
 
@@ -96,3 +97,20 @@ def _share(rank: int, held: list[Segment], is_source: bool) -> Share:
         pieces=tuple(pieces),
         is_source=is_source,
     )
+
+
+def source_rectangles(share: Share) -> Iterator[Rectangle]:
+    """Where the pieces of a share, sent one after another, lie in the logical matrix."""
+    first, sent = 0, 0
+    for (row, rows), piece in zip(share.runs, share.pieces, strict=True):
+        block = Block(tp_rank=0, shard_row=0, rows=rows, row=row, col=share.col, cols=share.cols)
+        run = Segment(
+            rank=share.rank,
+            start=piece.offset - first * share.cols,
+            numel=piece.numel,
+            block=block,
+        )
+        for rectangle in rectangles(run):
+            yield replace(rectangle, offset=sent + rectangle.offset)
+        first += rows
+        sent += piece.numel

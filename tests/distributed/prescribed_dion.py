@@ -1,0 +1,118 @@
+"""Orth-Dion on prescribed whole matrices, cut to any layout: the rule alone, without a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_muon.exchange import FactorExchange, GroupTransport, check_agreement
+from megatron_muon.linalg import dion_flops
+from megatron_muon.matrices import logical_matrices
+from megatron_muon.optim import MatrixRange, OrthDionRule, first_right_factors, orth_dion_step
+from megatron_muon.placement import ExchangeGroup, FactorPlan, SchemeChoice, make_factor_plan
+from tests.distributed.prescribed import (
+    Setting,
+    Whole,
+    gradient,
+    initial,
+    shard,
+    sharded_parameters,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DionSetting(Setting):
+    """One layout and one Orth-Dion rule."""
+
+    steps: int = 30
+    scale_mode: str = "shape_scaling"
+    rank_fraction: float = 0.25
+    rank_multiple_of: int = 1
+    right_factor: str = "qr"
+    scheme: SchemeChoice = "auto"
+    lr: float = 0.02
+
+
+def rule_of(setting: DionSetting) -> OrthDionRule:
+    """The rule of a setting."""
+    return OrthDionRule(
+        rank_fraction=setting.rank_fraction,
+        rank_multiple_of=setting.rank_multiple_of,
+        momentum=0.95,
+        right_factor=setting.right_factor,
+        scale_mode=setting.scale_mode,
+        extra_scale_factor=0.5,
+        state_dtype=setting.dtype,
+    )
+
+
+def factor_plan_of(setting: DionSetting, entries: list[Whole]) -> FactorPlan:
+    """The plan of a setting."""
+    rule = rule_of(setting)
+    parameters = sharded_parameters(entries, tp=setting.tp, dp=setting.dp, bucket=setting.bucket)
+    return make_factor_plan(
+        group=ExchangeGroup(tp=setting.tp, dp=setting.dp),
+        parameters=parameters,
+        matrices=[m for p in parameters for m in logical_matrices(p, split=setting.split)],
+        rank=rule.rank,
+        cost=lambda m, n: dion_flops(m, n, rule.rank(m, n)),
+        itemsize=setting.dtype.itemsize,
+        buffer_bytes=int(setting.buffer_mb * 2**20),
+        scheme=setting.scheme,
+    )
+
+
+def run_dion_rank(
+    rank: int,
+    setting: DionSetting,
+    entries: list[Whole],
+    gradient_of: Any = gradient,
+) -> dict[str, Any]:
+    """Train on one rank; returns its final ranges, its factors and the counters of every step."""
+    import torch.distributed as dist
+
+    plan, rule = factor_plan_of(setting, entries), rule_of(setting)
+    by_name = {entry.name: entry for entry in entries}
+    tp_rank, dp_rank = rank % setting.tp, rank // setting.tp
+    device = torch.device("cpu")
+    check_agreement(digest=plan.digest, expected_rank=rank, group=dist.group.WORLD, device=device)
+    exchange = FactorExchange(
+        plan,
+        rank=rank,
+        transport=GroupTransport(dist.group.WORLD),
+        dtype=setting.dtype,
+        device=device,
+    )
+
+    def mine(name: str, whole: torch.Tensor, owned: tuple[int, int]) -> torch.Tensor:
+        return shard(by_name[name], whole, setting.tp, tp_rank)[owned[0] : owned[1]].clone()
+
+    state: dict[str, MatrixRange] = {}
+    for parameter in plan.parameters:
+        owned = parameter.ranges[dp_rank]
+        if owned[1] > owned[0]:
+            master = mine(parameter.name, initial(by_name[parameter.name], setting.dtype), owned)
+            state[parameter.name] = MatrixRange(
+                master=master,
+                momentum=torch.zeros_like(master),
+                grad=torch.empty_like(master),
+                lr=setting.lr,
+                weight_decay=setting.weight_decay,
+            )
+    factors = first_right_factors(plan, rank, dtype=setting.dtype, device=device)
+    counters = []
+    for step in range(setting.steps):
+        for parameter in plan.parameters:
+            if parameter.name in state:
+                whole = gradient_of(by_name[parameter.name], step, setting.dtype)
+                state[parameter.name].grad = mine(parameter.name, whole, parameter.ranges[dp_rank])
+        orth_dion_step(rule, [state.get(p.name) for p in plan.parameters], exchange, factors)
+        counters.append(exchange.counters)
+    return {
+        "masters": {name: r.master for name, r in state.items()},
+        "momenta": {name: r.momentum for name, r in state.items()},
+        "factors": factors,
+        "counters": counters,
+    }
