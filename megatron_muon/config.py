@@ -7,19 +7,27 @@ Megatron's default of 0.9.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megatron_muon.matrices import Rule
+
+OPTIMIZERS = ("dmuon", "orth_dion")
+"""Values that we add to ``--optimizer``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixConfig:
     """Settings of the matrix optimizer.
 
+    Those of one optimizer have no effect on the other.
+
     Attributes:
-        optimizer: ``dmuon``.
-        momentum: Momentum factor β of the exponential moving average (``--muon-momentum``).
+        optimizer: ``dmuon`` or ``orth_dion``.
+        momentum: dmuon's β of the exponential moving average (``--muon-momentum``), or Orth-Dion's
+            μ (``--orth-dion-momentum``).
         nesterov: Nesterov momentum (``--muon-nesterov``).
-        scale_mode: Scale of the update by the matrix's global shape (``--muon-scale-mode``).
+        scale_mode: Scale of the update by the matrix's global shape (``--muon-scale-mode``,
+            ``--orth-dion-scale-mode``).
         extra_scale_factor: Further factor on the update (``--muon-extra-scale-factor``).
         coefficient_type: Newton-Schulz coefficient set (``--muon-coefficient-type``).
         coefficients: The set itself when ``coefficient_type`` is ``custom``
@@ -27,17 +35,27 @@ class MatrixConfig:
         num_ns_steps: Newton-Schulz steps (``--muon-num-ns-steps``).
         split_qkv: Fused QKV as three matrices (off with ``--muon-no-split-qkv``).
         split_gate_up: Gate and up of a gated MLP as two matrices
-            (off with ``--dmuon-no-split-gate-up``).
+            (off with ``--matrix-no-split-gate-up``).
         split_mla: The projections of multi-latent attention as the matrices of the paper, content
-            and rotary queries, keys and values each (off with ``--dmuon-no-split-mla``).
+            and rotary queries, keys and values each (off with ``--matrix-no-split-mla``).
         split_ssm: The packed input projection of Mamba and gated delta-net layers as its parts
-            (off with ``--dmuon-no-split-ssm``).
+            (off with ``--matrix-no-split-ssm``).
         split_heads: Every attention head of the split QKV and MLA projections as a matrix of its
-            own (``--dmuon-split-heads``).
+            own (``--matrix-split-heads``).
         min_dim: Matrices with a shorter side go to Adam (``--matrix-min-dim``).
         compute_dtype: ``auto``, ``fp32``, ``bf16`` or ``fp64`` (``--dmuon-compute-dtype``).
         exchange_buffer_mb: Bound on exchange buffers and assembled matrices, MiB a rank
-            (``--dmuon-exchange-buffer-mb``).
+            (``--matrix-exchange-buffer-mb``).
+        rank_fraction: Orth-Dion's rank over the smaller side (``--orth-dion-rank-fraction``).
+        rank_multiple_of: The rank is rounded up to a multiple of it
+            (``--orth-dion-rank-multiple-of``).
+        right_factor: How V is made orthonormal: ``qr``, ``polar`` or ``colnorm``
+            (``--orth-dion-right-factor``).
+        rank_compensation: Update times √(min(m, n) / r) (``--orth-dion-rank-compensation``).
+        exchange: What travels: ``factors``, ``matrix``, or for each matrix what is cheaper,
+            ``auto`` (``--orth-dion-exchange``).
+        state_dtype: Element type in which V is kept between steps, ``fp32`` or ``bf16``
+            (``--orth-dion-state-dtype``).
         lr: Maximum learning rate of matrices, None for Adam's (``--matrix-lr``).
         min_lr: Minimum learning rate of matrices, None for Adam's (``--matrix-min-lr``).
         weight_decay: Weight decay of matrices, None for Adam's (``--matrix-weight-decay``).
@@ -60,6 +78,12 @@ class MatrixConfig:
     min_dim: int = 32
     compute_dtype: str = "auto"
     exchange_buffer_mb: float = 512.0
+    rank_fraction: float = 0.25
+    rank_multiple_of: int = 1
+    right_factor: str = "qr"
+    rank_compensation: bool = False
+    exchange: Literal["auto", "factors", "matrix"] = "auto"
+    state_dtype: str = "fp32"
     lr: float | None = None
     min_lr: float | None = None
     weight_decay: float | None = None

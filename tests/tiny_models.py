@@ -88,26 +88,34 @@ class TinyModel:
         """One of the options, or that of ``build_gpt``."""
         return self.options.get(name, SIZES.get(name, default))
 
-    def parts(self, name: str, shape: torch.Size) -> list[torch.Tensor]:
-        """Rows of every logical matrix of a parameter, said independently of the package."""
+    def parts(self, name: str, shape: torch.Size) -> dict[str, torch.Tensor]:
+        """Rows of every logical matrix of a parameter, said independently of the package.
+
+        Returns:
+            What follows the parameter's name (``[q]``; nothing for a single matrix) to row indices.
+        """
+        units = self._units().get(name.split(".")[-2], {})
+        if name.split(".")[-2] == "linear_fc1" and self.option("swiglu", True):
+            labels, rows = ["gate", "up"], gate_up_parts(shape[0] // 2)
+        elif units:
+            labels, rows = list(units), unit_parts(tuple(units.values()), shape[0])
+        else:
+            return {"": torch.arange(shape[0])}
+        return {f"[{label}]": part for label, part in zip(labels, rows, strict=True)}
+
+    def _units(self) -> dict[str, dict[str, int]]:
+        """Rows of the parts of one query group or head, for every fused linear layer."""
         head_dim = self.option("kv_channels", self.option("hidden") // self.option("heads"))
-        groups = self.option("query_groups")
-        heads = self.option("heads") // groups
-        gate = (heads * head_dim,) if self.option("attention_output_gate") else ()
+        query = self.option("heads") // self.option("query_groups") * head_dim
+        gate = {"gate": query} if self.option("attention_output_gate") else {}
         nope, rope = self.option("qk_head_dim"), self.option("qk_pos_emb_head_dim")
-        units: dict[str, tuple[int, ...]] = {
-            "linear_qkv": (heads * head_dim, *gate, head_dim, head_dim),
-            "linear_q_proj": (nope, rope),
-            "linear_q_up_proj": (nope, rope),
-            "linear_kv_up_proj": (nope, self.option("v_head_dim")),
-            "linear_kv_down_proj": (self.option("kv_lora_rank"), rope),
+        return {
+            "linear_qkv": {"q": query, **gate, "k": head_dim, "v": head_dim},
+            "linear_q_proj": {"nope": nope, "rope": rope},
+            "linear_q_up_proj": {"nope": nope, "rope": rope},
+            "linear_kv_up_proj": {"k": nope, "v": self.option("v_head_dim")},
+            "linear_kv_down_proj": {"latent": self.option("kv_lora_rank"), "rope": rope},
         }
-        linear = name.split(".")[-2]
-        if linear == "linear_fc1" and self.option("swiglu", True):
-            return gate_up_parts(shape[0] // 2)
-        if linear in units:
-            return unit_parts(units[linear], shape[0])
-        return [torch.arange(shape[0])]
 
 
 def is_matrix(name: str, tensor: torch.Tensor) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from megatron_muon.config import MatrixConfig
+from megatron_muon.config import OPTIMIZERS, MatrixConfig
+from megatron_muon.integration.stray_flags import ORTH_DION_SCALE_MODE, stray_flag_problems
 from megatron_muon.integration.support import (
     ConfigurationError,
     coefficient_problems,
@@ -14,11 +16,14 @@ from megatron_muon.integration.support import (
     learning_rate_problems,
     setting_problems,
 )
-from megatron_muon.linalg import COMPUTE_POLICIES, SCALE_MODES, parse_coefficients
+from megatron_muon.linalg import (
+    COMPUTE_POLICIES,
+    RIGHT_FACTORS,
+    SCALE_MODES,
+    STATE_DTYPES,
+    parse_coefficients,
+)
 from megatron_muon.matrices import Rule, load_rules, parse_rule
-
-OPTIMIZERS = ("dmuon",)
-"""Values that we add to ``--optimizer``."""
 
 
 def add_matrix_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -61,27 +66,27 @@ def add_matrix_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         help="JSON list of rules: objects with 'pattern' and the keys of --matrix-rule.",
     )
     group.add_argument(
-        "--dmuon-no-split-gate-up",
+        "--matrix-no-split-gate-up",
         action="store_false",
-        dest="dmuon_split_gate_up",
+        dest="matrix_split_gate_up",
         help="Orthogonalize gate and up of a gated MLP as one matrix.",
     )
     group.add_argument(
-        "--dmuon-no-split-mla",
+        "--matrix-no-split-mla",
         action="store_false",
-        dest="dmuon_split_mla",
+        dest="matrix_split_mla",
         help="Orthogonalize every projection of multi-latent attention as one matrix, not its "
         "content and rotary queries, its keys and its values apart.",
     )
     group.add_argument(
-        "--dmuon-no-split-ssm",
+        "--matrix-no-split-ssm",
         action="store_false",
-        dest="dmuon_split_ssm",
+        dest="matrix_split_ssm",
         help="Orthogonalize the packed input projection of a Mamba or gated delta-net layer as "
         "one matrix.",
     )
     group.add_argument(
-        "--dmuon-split-heads",
+        "--matrix-split-heads",
         action="store_true",
         help="Orthogonalize every attention head of the QKV and MLA projections on its own.",
     )
@@ -103,12 +108,64 @@ def add_matrix_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         help="Element type of the Newton-Schulz iteration; auto takes bf16 where it is fast.",
     )
     group.add_argument(
-        "--dmuon-exchange-buffer-mb",
+        "--matrix-exchange-buffer-mb",
         type=float,
         default=MatrixConfig.exchange_buffer_mb,
         help="Bound on a rank's exchange buffers and assembled matrices, in MiB.",
     )
+    _add_orth_dion_arguments(parser)
     return parser
+
+
+def _add_orth_dion_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(title="orth_dion (megatron_muon)")
+    group.add_argument(
+        "--orth-dion-rank-fraction",
+        type=float,
+        default=MatrixConfig.rank_fraction,
+        help="Rank over the smaller side of a matrix, above 0, at most 1.",
+    )
+    group.add_argument(
+        "--orth-dion-rank-multiple-of",
+        type=int,
+        default=MatrixConfig.rank_multiple_of,
+        help="The rank is rounded up to a multiple of this, but not above the smaller side.",
+    )
+    group.add_argument(
+        "--orth-dion-momentum",
+        type=float,
+        default=MatrixConfig.momentum,
+        help="Share of the captured part that the momentum keeps (error feedback).",
+    )
+    group.add_argument(
+        "--orth-dion-right-factor",
+        default=MatrixConfig.right_factor,
+        choices=RIGHT_FACTORS,
+        help="qr: QR with positive diagonal; polar: polar factor; colnorm: Dion.",
+    )
+    group.add_argument(
+        "--orth-dion-scale-mode",
+        default=ORTH_DION_SCALE_MODE,
+        choices=tuple(SCALE_MODES),
+        help="Scale of the update by the matrix's global shape.",
+    )
+    group.add_argument(
+        "--orth-dion-rank-compensation",
+        action="store_true",
+        help="Multiply the update by sqrt(smaller side / rank).",
+    )
+    group.add_argument(
+        "--orth-dion-state-dtype",
+        default=MatrixConfig.state_dtype,
+        choices=tuple(STATE_DTYPES),
+        help="Element type in which V is kept between steps.",
+    )
+    group.add_argument(
+        "--orth-dion-exchange",
+        default=MatrixConfig.exchange,
+        choices=("auto", "factors", "matrix"),
+        help="What travels; auto takes for each matrix what moves fewer bytes.",
+    )
 
 
 def _extend_choices(action: argparse.Action, names: tuple[str, ...]) -> None:
@@ -149,8 +206,34 @@ def _read_settings(args: Any, optimizer: str) -> tuple[MatrixConfig, list[str]]:
     rules = attempt(load_rules, args.matrix_rules, nothing)
     for text in args.matrix_rule:
         rules += attempt(lambda rule: (parse_rule(rule),), text, nothing)
-    settings = MatrixConfig(
+    common = MatrixConfig(
         optimizer=optimizer,
+        split_qkv=args.muon_split_qkv,
+        split_gate_up=args.matrix_split_gate_up,
+        split_mla=args.matrix_split_mla,
+        split_ssm=args.matrix_split_ssm,
+        split_heads=args.matrix_split_heads,
+        min_dim=args.matrix_min_dim,
+        exchange_buffer_mb=args.matrix_exchange_buffer_mb,
+        lr=args.matrix_lr,
+        min_lr=args.matrix_min_lr,
+        weight_decay=args.matrix_weight_decay,
+        rules=rules,
+    )
+    if optimizer == "orth_dion":
+        return replace(
+            common,
+            momentum=args.orth_dion_momentum,
+            scale_mode=args.orth_dion_scale_mode,
+            rank_fraction=args.orth_dion_rank_fraction,
+            rank_multiple_of=args.orth_dion_rank_multiple_of,
+            right_factor=args.orth_dion_right_factor,
+            rank_compensation=args.orth_dion_rank_compensation,
+            exchange=args.orth_dion_exchange,
+            state_dtype=args.orth_dion_state_dtype,
+        ), problems
+    return replace(
+        common,
         momentum=args.muon_momentum,
         nesterov=args.muon_nesterov,
         scale_mode=args.muon_scale_mode,
@@ -158,20 +241,8 @@ def _read_settings(args: Any, optimizer: str) -> tuple[MatrixConfig, list[str]]:
         coefficient_type=args.muon_coefficient_type,
         coefficients=attempt(parse_coefficients, args.dmuon_coefficients, None),
         num_ns_steps=args.muon_num_ns_steps,
-        split_qkv=args.muon_split_qkv,
-        split_gate_up=args.dmuon_split_gate_up,
-        split_mla=args.dmuon_split_mla,
-        split_ssm=args.dmuon_split_ssm,
-        split_heads=args.dmuon_split_heads,
-        min_dim=args.matrix_min_dim,
         compute_dtype=args.dmuon_compute_dtype,
-        exchange_buffer_mb=args.dmuon_exchange_buffer_mb,
-        lr=args.matrix_lr,
-        min_lr=args.matrix_min_lr,
-        weight_decay=args.matrix_weight_decay,
-        rules=rules,
-    )
-    return settings, problems
+    ), problems
 
 
 def translate_arguments(args: Any) -> None:
@@ -185,11 +256,12 @@ def translate_arguments(args: Any) -> None:
         ConfigurationError: With every problem found; the same on every rank.
     """
     args.matrix_optimizer = None
+    problems = stray_flag_problems(args)
     if args.optimizer not in OPTIMIZERS:
-        _refuse_stray_flags(args)
+        if problems:
+            raise ConfigurationError(problems)
         return
-    data_parallel_size = _data_parallel_size(args)
-    problems = flag_problems(args, data_parallel_size=data_parallel_size)
+    problems += flag_problems(args, data_parallel_size=_data_parallel_size(args))
     args.matrix_optimizer = args.optimizer
     settings, unreadable = _read_settings(args, args.optimizer)
     problems += unreadable
@@ -205,7 +277,7 @@ def translate_arguments(args: Any) -> None:
         if args.rank == 0:
             print(
                 "megatron_muon: data-parallel size is 1, --use-distributed-optimizer switched on "
-                "(dmuon is built on it; it shards nothing here)",
+                f"({args.matrix_optimizer} is built on it; it shards nothing here)",
                 flush=True,
             )
     args.optimizer = "adam"
@@ -217,38 +289,3 @@ def _data_parallel_size(args: Any) -> int:
         args.pipeline_model_parallel_size or 1
     )
     return max(1, int(args.world_size) // model_parallel)
-
-
-def _refuse_stray_flags(args: Any) -> None:
-    given = {
-        "--matrix-lr": args.matrix_lr is not None,
-        "--matrix-min-lr": args.matrix_min_lr is not None,
-        "--matrix-weight-decay": args.matrix_weight_decay is not None,
-        "--matrix-rule": bool(args.matrix_rule),
-        "--matrix-rules": args.matrix_rules is not None,
-        "--dmuon-no-split-gate-up": not args.dmuon_split_gate_up,
-        "--dmuon-no-split-mla": not args.dmuon_split_mla,
-        "--dmuon-no-split-ssm": not args.dmuon_split_ssm,
-        "--dmuon-split-heads": args.dmuon_split_heads,
-        "--matrix-min-dim": args.matrix_min_dim != MatrixConfig.min_dim,
-        "--dmuon-coefficients": args.dmuon_coefficients is not None,
-        "--dmuon-compute-dtype": args.dmuon_compute_dtype != MatrixConfig.compute_dtype,
-        "--dmuon-exchange-buffer-mb": (
-            args.dmuon_exchange_buffer_mb != MatrixConfig.exchange_buffer_mb
-        ),
-    }
-    problems = [
-        f"{flag} has no effect with --optimizer {args.optimizer}: remove it or type "
-        "--optimizer dmuon"
-        for flag, is_given in given.items()
-        if is_given
-    ]
-    if args.optimizer != "muon" and args.muon_scale_mode == "match_rms_adamw":
-        problems.append("--muon-scale-mode has no effect without --optimizer dmuon: remove it")
-    if args.optimizer == "muon" and args.muon_scale_mode == "match_rms_adamw":
-        problems.append(
-            "--muon-scale-mode match_rms_adamw is dmuon's: type --optimizer dmuon, or "
-            "--muon-scale-mode spectral --muon-extra-scale-factor 0.2"
-        )
-    if problems:
-        raise ConfigurationError(problems)

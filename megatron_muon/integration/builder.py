@@ -24,10 +24,9 @@ from megatron_muon.integration.model_parameters import model_parameters
 from megatron_muon.integration.param_groups import group_overrides
 from megatron_muon.integration.report import startup_report, summarize
 from megatron_muon.integration.routes import RoutedParameter, route_all
-from megatron_muon.integration.stage import make_rule, plan_stage
+from megatron_muon.integration.stage import MatrixRule, make_rule, plan_stage
 from megatron_muon.integration.support import ConfigurationError, config_problems
 from megatron_muon.matrices import Rule, unmatched_rules
-from megatron_muon.optim import MuonRule
 
 original_factory = megatron_optimizer.get_megatron_optimizer
 """Megatron's factory, bound before ``hooks`` replaces it."""
@@ -123,7 +122,7 @@ def _plan_together(
     device = next(p.device for chunk in model_chunks for p in chunk.parameters())
     problems: list[str] = []
     plans = []
-    rule: MuonRule | None = None
+    rule: MatrixRule | None = None
     try:
         rule = make_rule(settings, device)
         plans = [plan_stage(settings, rule, routed, model_chunks, domain) for domain in found]

@@ -13,6 +13,9 @@ MATRIX_GROUP_KEY = "matrix_optimizer"
 MOMENTUM_KEY = "momentum_buffer"
 """State key of a matrix's momentum, the name that megatron-core's own muon uses."""
 
+RIGHT_FACTOR_KEY = "right_factor"
+"""State key of Orth-Dion's V, which belongs to a matrix's owner and not to a parameter's range."""
+
 
 class CombinedOptimizer(torch.optim.Optimizer):
     """Steps the scalar groups with the Adam that Megatron built, then the matrix groups.

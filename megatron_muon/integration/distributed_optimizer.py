@@ -14,15 +14,16 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, param_group_identifier_keys
 from megatron.core.utils import log_single_rank
 
-from megatron_muon.exchange import Exchange, GroupTransport
 from megatron_muon.integration.combined_optimizer import (
     MATRIX_GROUP_KEY,
     MOMENTUM_KEY,
+    RIGHT_FACTOR_KEY,
     CombinedOptimizer,
 )
 from megatron_muon.integration.domains import Domain
-from megatron_muon.integration.stage import EXCHANGE_DTYPE
-from megatron_muon.optim import MatrixRange, MuonRule, muon_step
+from megatron_muon.integration.stage import MatrixRule
+from megatron_muon.integration.updates import MatrixUpdate
+from megatron_muon.optim import MatrixRange
 from megatron_muon.placement import Plan
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class MatrixSetup:
     """
 
     domain: Domain
-    rule: MuonRule
+    rule: MatrixRule
     plan: Plan
     names: dict[torch.nn.Parameter, str]
     exchange_group: torch.distributed.ProcessGroup
@@ -72,7 +73,7 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
         self, optimizer: Any, config: Any, grad_scaler: Any, init_state_fn: Any, **kwargs: Any
     ) -> None:
         self.plan: Plan | None = None
-        self.exchange: Exchange | None = None
+        self.exchange: MatrixUpdate | None = None
         if optimizer is None:
             super().__init__(optimizer, config, grad_scaler, init_state_fn, **kwargs)
             return
@@ -87,12 +88,8 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
         self._main_shards = self._find_main_shards()
         self.optimizer.initialize_state(config)
         self.rule, self.plan = self.setup.rule, self.setup.plan
-        self.exchange = Exchange(
-            self.plan,
-            rank=self.setup.exchange_group.rank(),
-            transport=GroupTransport(self.setup.exchange_group),
-            dtype=EXCHANGE_DTYPE,
-            device=self.setup.device,
+        self.exchange = MatrixUpdate(
+            self.rule, self.plan, self.setup.exchange_group, self.setup.device
         )
         self._tensors = {name: tensor for tensor, name in self.setup.names.items()}
         self.optimizer.attach_matrices(self._step_matrices)
@@ -140,7 +137,7 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
                     weight_decay=float(group["weight_decay"]),
                 )
             )
-        muon_step(self.rule, ranges, self.exchange)
+        self.exchange.step(ranges)
 
     # ---- skipped steps ------------------------------------------------------------------------
 
@@ -205,8 +202,8 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
         )
         if asked != "dp_reshardable":
             raise ValueError(
-                f"dmuon's optimizer state cannot be saved with sharding type '{asked}'; supported "
-                "is 'dp_reshardable': use --ckpt-format torch_dist without "
+                f"the matrix optimizer's state cannot be saved with sharding type '{asked}'; "
+                "supported is 'dp_reshardable': use --ckpt-format torch_dist without "
                 "--dist-ckpt-optim-fully-reshardable"
             )
         result: dict[str, Any] = super().sharded_state_dict(*args, **kwargs)
@@ -222,7 +219,8 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
 
         The base class stores whole buckets and so needs the same states on every parameter of a
         bucket; a matrix has one state, a scalar two. Keys hold the model-parallel rank and the
-        parameter's name, nothing of buckets or of the data-parallel size.
+        parameter's name, nothing of buckets or of the data-parallel size. A right factor of
+        Orth-Dion is written whole by the owner of its matrix.
         """
         state: dict[str, dict[str, ShardedTensor]] = {}
         for name, parameter in self._owned_parameters():
@@ -243,6 +241,15 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
                 )
                 for key, tensor in self._get_main_param_and_optimizer_states(parameter).items()
             }
+        if self.exchange is not None and self.exchange.right_factors:
+            state[RIGHT_FACTOR_KEY] = {
+                name: ShardedTensor.from_rank_offsets(
+                    f"optimizer.state.{RIGHT_FACTOR_KEY}.{name}",
+                    factor,
+                    replica_id=(self.distributed_optimizer_instance_id, 0, 0),
+                )
+                for name, factor in self.exchange.right_factors.items()
+            }
         return state
 
     def load_parameter_state_from_dp_reshardable(
@@ -251,6 +258,9 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
         """Inverse of ``sharded_param_state_dp_reshardable``."""
         for name, parameter in self._owned_parameters():
             self._set_main_param_and_optimizer_states(parameter, state_dict[name])
+        if self.exchange is not None:
+            for name, factor in self.exchange.right_factors.items():
+                factor.copy_(state_dict[RIGHT_FACTOR_KEY][name])
 
     def _owned_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for parameter in self._main_shards:

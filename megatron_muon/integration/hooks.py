@@ -82,7 +82,7 @@ def _with_our_settings(original: Callable[..., Any]) -> Callable[..., Any]:
 def _ours_where_asked(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_megatron_optimizer(config: Any, *args: Any, **kwargs: Any) -> Any:
-        from megatron_muon.integration.arguments import OPTIMIZERS
+        from megatron_muon.config import OPTIMIZERS
         from megatron_muon.integration.builder import get_matrix_optimizer
         from megatron_muon.integration.support import ConfigurationError
 

@@ -16,11 +16,12 @@ from typing import Any
 
 from megatron_muon.config import MatrixConfig
 from megatron_muon.integration.routes import RoutedParameter
-from megatron_muon.linalg import update_scale
-from megatron_muon.optim import MuonRule
-from megatron_muon.placement import Plan
+from megatron_muon.optim import MuonRule, OrthDionRule
+from megatron_muon.placement import FactorPlan, Plan
 
 MIB = 2**20
+
+MatrixRule = MuonRule | OrthDionRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class MatrixFamily:
         cut: How TP cuts them.
         split: What the parameter was cut into.
         scale: Factor of the orthogonal update.
+        rank: Rank of the update, None where it has no bound.
     """
 
     name: str
@@ -40,6 +42,7 @@ class MatrixFamily:
     cut: str
     split: str
     scale: float
+    rank: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,7 @@ class Summary:
 def summarize(
     settings: MatrixConfig,
     plan: Plan,
-    rule: MuonRule,
+    rule: MatrixRule,
     routed: Sequence[RoutedParameter],
     *,
     domain: str,
@@ -100,12 +103,24 @@ def summarize(
         balance=_balance(plan) if plan.matrices else "",
         traffic=_traffic(settings, plan, buffers) if plan.matrices else "",
         warnings=tuple(_warnings(settings, plan, domain)),
-        rule=(
-            f"update: {rule.scale_mode} scale x {rule.extra_scale_factor:g}, "
-            f"{len(rule.schedule)} Newton-Schulz steps ({settings.coefficient_type}), computed in "
-            f"{_dtype_name(rule.compute_dtype)}, exchanged in fp32; momentum {rule.momentum:g}"
-            f"{' (Nesterov)' if rule.nesterov else ''}"
-        ),
+        rule=_describe(settings, rule),
+    )
+
+
+def _describe(settings: MatrixConfig, rule: MatrixRule) -> str:
+    """The line on the update."""
+    scaled = f"update: {rule.scale_mode} scale x {rule.extra_scale_factor:g}"
+    if isinstance(rule, OrthDionRule):
+        compensated = ", times sqrt(smaller side / rank)" if rule.rank_compensation else ""
+        return (
+            f"{scaled}{compensated}, rank {rule.rank_fraction:g} of the smaller side in multiples "
+            f"of {rule.rank_multiple_of}, right factor {rule.right_factor}, computed and exchanged "
+            f"in fp32; momentum {rule.momentum:g}, V kept in {_dtype_name(rule.state_dtype)}"
+        )
+    return (
+        f"{scaled}, {len(rule.schedule)} Newton-Schulz steps ({settings.coefficient_type}), "
+        f"computed in {_dtype_name(rule.compute_dtype)}, exchanged in fp32; momentum "
+        f"{rule.momentum:g}{' (Nesterov)' if rule.nesterov else ''}"
     )
 
 
@@ -209,7 +224,7 @@ def _family_name(name: str) -> str:
 
 
 def _families(
-    settings: MatrixConfig, plan: Plan, rule: MuonRule, routed: Sequence[RoutedParameter]
+    settings: MatrixConfig, plan: Plan, rule: MatrixRule, routed: Sequence[RoutedParameter]
 ) -> dict[MatrixFamily, tuple[int, int]]:
     entries = {r.parameter.name: r for r in routed}
     parameters = {p.name: p for p in plan.parameters}
@@ -225,7 +240,8 @@ def _families(
             shape=matrix.shape,
             cut=cut if plan.group.tp > 1 else "not cut",
             split=_split_label(entry),
-            scale=rule.extra_scale_factor * update_scale(rule.scale_mode, *matrix.shape),
+            scale=rule.scale(*matrix.shape),
+            rank=rule.rank(*matrix.shape) if isinstance(rule, OrthDionRule) else None,
         )
         counts[family] += 1
         owners[family].add(owner)
@@ -255,7 +271,8 @@ def _family_table(summaries: Sequence[Summary]) -> list[str]:
         [
             (
                 family.name,
-                f"{family.shape[0]}x{family.shape[1]}",
+                f"{family.shape[0]}x{family.shape[1]}"
+                + ("" if family.rank is None else f", rank {family.rank}"),
                 str(count),
                 family.split,
                 family.cut,
@@ -281,10 +298,18 @@ def _traffic(settings: MatrixConfig, plan: Plan, buffers: Sequence[Any]) -> str:
     sent = max(load.sent_bytes for load in plan.loads)
     peak = max(load.peak_buffer_bytes for load in plan.loads)
     adam = adam_traffic_bytes(buffers, plan.group.dp)
+    compared = [f"{sent / adam:.2f} x what AdamW's reduce and gather send"] if adam else []
+    schemes = ""
+    if isinstance(plan, FactorPlan):
+        dmuon = max(plan.whole_matrix_traffic()[0])
+        if dmuon:
+            compared.append(f"{sent / dmuon:.2f} x what dmuon's exchange sends")
+        by_factors = sum(scheme == "factors" for scheme in plan.schemes)
+        schemes = f" (factors of {by_factors}, the others whole)"
     return (
-        f"exchange: at most {sent / MIB:.2f} MiB sent by a rank and step"
-        + (f" ({sent / adam:.2f} x what AdamW's reduce and gather send)" if adam else "")
-        + f"; buffers at most {peak / MIB:.2f} MiB of --dmuon-exchange-buffer-mb "
+        f"exchange{schemes}: at most {sent / MIB:.2f} MiB sent by a rank and step"
+        + (f" ({', '.join(compared)})" if compared else "")
+        + f"; buffers at most {peak / MIB:.2f} MiB of --matrix-exchange-buffer-mb "
         f"{settings.exchange_buffer_mb:g}"
     )
 

@@ -11,7 +11,9 @@ from megatron_muon.config import MatrixConfig
 from megatron_muon.integration.domains import Domain
 from megatron_muon.integration.routes import RoutedParameter
 from megatron_muon.linalg import (
+    STATE_DTYPES,
     coefficient_schedule,
+    dion_flops,
     newton_schulz_flops,
     resolve_compute_dtype,
 )
@@ -21,19 +23,33 @@ from megatron_muon.matrices import (
     data_parallel_ranges,
     logical_matrices,
 )
-from megatron_muon.optim import MuonRule
-from megatron_muon.placement import ExchangeGroup, Plan, make_plan
+from megatron_muon.optim import MuonRule, OrthDionRule
+from megatron_muon.placement import ExchangeGroup, Plan, make_factor_plan, make_plan
 
 EXCHANGE_DTYPE = torch.float32
 """Masters and momenta are fp32, and so is what travels."""
 
 
-def make_rule(settings: MatrixConfig, device: torch.device) -> MuonRule:
+MatrixRule = MuonRule | OrthDionRule
+
+
+def make_rule(settings: MatrixConfig, device: torch.device) -> MatrixRule:
     """The update rule that the settings describe.
 
     Raises:
-        ValueError: The coefficient set, its number of steps or the compute dtype does not exist.
+        ValueError: A setting that does not exist or is out of range.
     """
+    if settings.optimizer == "orth_dion":
+        return OrthDionRule(
+            rank_fraction=settings.rank_fraction,
+            rank_multiple_of=settings.rank_multiple_of,
+            momentum=settings.momentum,
+            right_factor=settings.right_factor,
+            scale_mode=settings.scale_mode,
+            extra_scale_factor=settings.extra_scale_factor,
+            rank_compensation=settings.rank_compensation,
+            state_dtype=STATE_DTYPES[settings.state_dtype],
+        )
     compute_dtype = resolve_compute_dtype(settings.compute_dtype, device)
     return MuonRule(
         momentum=settings.momentum,
@@ -52,7 +68,7 @@ def make_rule(settings: MatrixConfig, device: torch.device) -> MuonRule:
 
 def plan_stage(
     settings: MatrixConfig,
-    rule: MuonRule,
+    rule: MatrixRule,
     routed: Sequence[RoutedParameter],
     model_chunks: Sequence[Any],
     domain: Domain,
@@ -64,7 +80,7 @@ def plan_stage(
 
     Args:
         settings: The user's settings.
-        rule: The update rule; its number of steps gives the cost of a matrix.
+        rule: The update rule; it gives the cost of a matrix.
         routed: Every trainable parameter, with its split decided.
         model_chunks: Chunks wrapped in ``DistributedDataParallel``.
         domain: Dense parameters or experts.
@@ -82,14 +98,39 @@ def plan_stage(
         parameter = _sharded_parameter(entry, layout[entry.parameter.tensor], tp=tp, dp=dp)
         parameters.append(parameter)
         logical.extend(logical_matrices(parameter, split=entry.split))
-    return make_plan(
-        group=ExchangeGroup(tp=tp, dp=dp),
+    group, buffer_bytes = ExchangeGroup(tp=tp, dp=dp), int(settings.exchange_buffer_mb * 2**20)
+    if isinstance(rule, MuonRule):
+        return make_plan(
+            group=group,
+            parameters=parameters,
+            matrices=logical,
+            cost=lambda m, n: newton_schulz_flops(m, n, len(rule.schedule)),
+            itemsize=EXCHANGE_DTYPE.itemsize,
+            buffer_bytes=buffer_bytes,
+        )
+    _require_room_for_ranks(settings, logical)
+    return make_factor_plan(
+        group=group,
         parameters=parameters,
         matrices=logical,
-        cost=lambda m, n: newton_schulz_flops(m, n, len(rule.schedule)),
+        rank=rule.rank,
+        cost=lambda m, n: dion_flops(m, n, rule.rank(m, n)),
         itemsize=EXCHANGE_DTYPE.itemsize,
-        buffer_bytes=int(settings.exchange_buffer_mb * 2**20),
+        buffer_bytes=buffer_bytes,
+        scheme=settings.exchange,
     )
+
+
+def _require_room_for_ranks(settings: MatrixConfig, matrices: Sequence[LogicalMatrix]) -> None:
+    narrow = [m for m in matrices if min(m.shape) < settings.rank_multiple_of]
+    if narrow:
+        m, n = narrow[0].shape
+        raise ValueError(
+            f"--orth-dion-rank-multiple-of is {settings.rank_multiple_of}, but {narrow[0].name} "
+            f"({m}x{n}, the first of {len(narrow)}) has room for rank {min(m, n)} at most: type "
+            f"--orth-dion-rank-multiple-of {min(min(m.shape) for m in narrow)} or less, or send "
+            f"thin matrices to Adam with --matrix-min-dim {settings.rank_multiple_of}"
+        )
 
 
 BufferPlace = tuple[int, int, int, int]

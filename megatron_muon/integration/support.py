@@ -6,8 +6,14 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from megatron_muon.config import MatrixConfig
-from megatron_muon.linalg import COMPUTE_POLICIES, SCALE_MODES, coefficient_schedule
+from megatron_muon.config import OPTIMIZERS, MatrixConfig
+from megatron_muon.linalg import (
+    COMPUTE_POLICIES,
+    RIGHT_FACTORS,
+    SCALE_MODES,
+    STATE_DTYPES,
+    coefficient_schedule,
+)
 
 
 class ConfigurationError(ValueError):
@@ -27,7 +33,7 @@ class ConfigurationError(ValueError):
 
 
 def _later(flag: str, instead: str) -> str:
-    return f"{flag} is not supported with --optimizer dmuon yet: {instead}"
+    return f"{flag} is not supported with --optimizer {{optimizer}} yet: {instead}"
 
 
 _FLAG_PROBLEMS: tuple[tuple[Callable[[Any], bool], str], ...] = (
@@ -85,22 +91,22 @@ _FLAG_PROBLEMS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda a: a.muon_tp_mode != "blockwise",
         (
-            "--muon-tp-mode chooses between approximations of megatron-core's own muon; dmuon is "
-            "exact at every tensor-parallel size: remove the flag"
+            "--muon-tp-mode chooses between approximations of megatron-core's own muon; "
+            "{optimizer} is exact at every tensor-parallel size: remove the flag"
         ),
     ),
     (
         lambda a: a.muon_fp32_matmul_prec != "medium",
         (
-            "--muon-fp32-matmul-prec has no effect on dmuon: use --dmuon-compute-dtype "
-            "{auto,bf16,fp32,fp64}"
+            "--muon-fp32-matmul-prec has no effect on {optimizer}: remove the flag (dmuon has "
+            "--dmuon-compute-dtype)"
         ),
     ),
     (
         lambda a: a.muon_scalar_optimizer != "adam",
         (
-            "--muon-scalar-optimizer lion is not supported: dmuon trains scalar parameters with "
-            "Adam, remove the flag"
+            "--muon-scalar-optimizer lion is not supported: {optimizer} trains scalar parameters "
+            "with Adam, remove the flag"
         ),
     ),
 )
@@ -113,7 +119,11 @@ def flag_problems(args: Any, *, data_parallel_size: int) -> list[str]:
         args: Megatron's arguments before ``validate_args``.
         data_parallel_size: Data-parallel times context-parallel size.
     """
-    problems = [sentence for is_wrong, sentence in _FLAG_PROBLEMS if is_wrong(args)]
+    problems = [
+        sentence.format(optimizer=args.optimizer)
+        for is_wrong, sentence in _FLAG_PROBLEMS
+        if is_wrong(args)
+    ]
     if (args.num_distributed_optimizer_instances or 1) > 1 and find_spec("einops") is None:
         problems.append(
             "--num-distributed-optimizer-instances > 1 needs the package einops, which "
@@ -121,21 +131,29 @@ def flag_problems(args: Any, *, data_parallel_size: int) -> list[str]:
         )
     if not args.use_distributed_optimizer and data_parallel_size > 1:
         problems.append(
-            f"--optimizer dmuon at data-parallel size {data_parallel_size} needs Megatron's "
-            "distributed optimizer: add --use-distributed-optimizer"
+            f"--optimizer {args.optimizer} at data-parallel size {data_parallel_size} needs "
+            "Megatron's distributed optimizer: add --use-distributed-optimizer"
         )
     return problems
 
 
 def setting_problems(settings: MatrixConfig) -> list[str]:
     """Values of the matrix optimizer's own settings that are out of range."""
+    flags = "--muon" if settings.optimizer == "dmuon" else "--orth-dion"
     problems = []
+    if settings.optimizer not in OPTIMIZERS:
+        problems.append(
+            f"MatrixConfig.optimizer is '{settings.optimizer}'; supported are "
+            f"{', '.join(OPTIMIZERS)}"
+        )
     if settings.scale_mode not in SCALE_MODES:
         problems.append(
-            f"--muon-scale-mode is '{settings.scale_mode}'; supported are {', '.join(SCALE_MODES)}"
+            f"{flags}-scale-mode is '{settings.scale_mode}'; supported are {', '.join(SCALE_MODES)}"
         )
     if not 0.0 <= settings.momentum < 1.0:
-        problems.append(f"--muon-momentum is {settings.momentum}; it must be >= 0 and < 1")
+        problems.append(f"{flags}-momentum is {settings.momentum}; it must be >= 0 and < 1")
+    if settings.optimizer == "orth_dion":
+        problems += _orth_dion_problems(settings)
     if settings.compute_dtype not in COMPUTE_POLICIES:
         problems.append(
             f"--dmuon-compute-dtype is '{settings.compute_dtype}'; supported are "
@@ -143,7 +161,7 @@ def setting_problems(settings: MatrixConfig) -> list[str]:
         )
     if not 0.0 < settings.exchange_buffer_mb < float("inf"):
         problems.append(
-            f"--dmuon-exchange-buffer-mb is {settings.exchange_buffer_mb:g}; it must be a number "
+            f"--matrix-exchange-buffer-mb is {settings.exchange_buffer_mb:g}; it must be a number "
             "> 0"
         )
     if settings.min_dim < 1:
@@ -159,8 +177,31 @@ def setting_problems(settings: MatrixConfig) -> list[str]:
     return problems
 
 
+def _orth_dion_problems(settings: MatrixConfig) -> list[str]:
+    problems = []
+    if not 0.0 < settings.rank_fraction <= 1.0:
+        problems.append(
+            f"--orth-dion-rank-fraction is {settings.rank_fraction:g}; it must be > 0 and <= 1"
+        )
+    if settings.rank_multiple_of < 1:
+        problems.append(
+            f"--orth-dion-rank-multiple-of is {settings.rank_multiple_of}; it must be an integer "
+            ">= 1"
+        )
+    for flag, value, choices in (
+        ("right-factor", settings.right_factor, RIGHT_FACTORS),
+        ("exchange", settings.exchange, ("auto", "factors", "matrix")),
+        ("state-dtype", settings.state_dtype, tuple(STATE_DTYPES)),
+    ):
+        if value not in choices:
+            problems.append(f"--orth-dion-{flag} is '{value}'; supported are {', '.join(choices)}")
+    return problems
+
+
 def coefficient_problems(settings: MatrixConfig) -> list[str]:
     """A coefficient set, or a number of steps of it, that does not exist."""
+    if settings.optimizer != "dmuon":
+        return []
     try:
         coefficient_schedule(
             settings.coefficient_type, settings.num_ns_steps, settings.coefficients

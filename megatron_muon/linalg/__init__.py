@@ -17,6 +17,7 @@ from megatron_muon.linalg.orthonormal import (
 )
 from megatron_muon.linalg.precision import (
     COMPUTE_POLICIES,
+    STATE_DTYPES,
     full_precision_matmul,
     resolve_compute_dtype,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "COMPUTE_POLICIES",
     "RIGHT_FACTORS",
     "SCALE_MODES",
+    "STATE_DTYPES",
     "CoefficientSet",
     "RightFactor",
     "Schedule",

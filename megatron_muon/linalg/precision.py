@@ -8,6 +8,9 @@ import torch
 
 COMPUTE_POLICIES: Final = ("auto", "fp64", "fp32", "bf16")
 
+STATE_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Element types in which a factor can be kept between steps."""
+
 _EXPLICIT: Final = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 # First NVIDIA generation with bf16 tensor cores (Ampere).

@@ -44,12 +44,15 @@ class MuonRule:
     extra_scale_factor: float
     compute_dtype: torch.dtype
 
+    def scale(self, m: int, n: int) -> float:
+        """``extra · s(m, n)``, the factor of the orthogonalized matrix."""
+        return self.extra_scale_factor * update_scale(self.scale_mode, m, n)
+
     def update(self, matrices: torch.Tensor) -> torch.Tensor:
         """``extra · s(m, n) · NewtonSchulz(B)`` for a batch (B, m, n), written over it."""
         _, m, n = matrices.shape
-        scale = self.extra_scale_factor * update_scale(self.scale_mode, m, n)
         newton_schulz(matrices, self.schedule, compute_dtype=self.compute_dtype, out=matrices)
-        return matrices.mul_(scale)
+        return matrices.mul_(self.scale(m, n))
 
 
 @dataclass(kw_only=True)

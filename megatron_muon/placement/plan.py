@@ -80,31 +80,37 @@ class Plan:
         }
         return hashlib.sha256(repr(decided).encode()).hexdigest()
 
+    def whole_matrix_traffic(self) -> tuple[list[int], list[int]]:
+        """Bytes (sent, received) by every rank where whole matrices travel both ways."""
+        sent, received = [0] * self.group.size, [0] * self.group.size
+        for index, owner in enumerate(self.owners):
+            for segment in self.gathers[index]:
+                if segment.rank != owner:
+                    sent[segment.rank] += segment.numel * self.itemsize
+                    received[owner] += segment.numel * self.itemsize
+            for segment in self.scatters[index]:
+                if segment.rank != owner:
+                    sent[owner] += segment.numel * self.itemsize
+                    received[segment.rank] += segment.numel * self.itemsize
+        return sent, received
+
     @cached_property
     def loads(self) -> tuple[RankLoad, ...]:
         """Predicted work, traffic and memory of every rank."""
         size = self.group.size
         flops, owned = [0] * size, [0] * size
-        sent, received = [0] * size, [0] * size
         for index, owner in enumerate(self.owners):
             flops[owner] += self.costs[index]
             owned[owner] += 1
-            for segment in self.gathers[index]:
-                if segment.rank != owner:
-                    sent[segment.rank] += segment.numel
-                    received[owner] += segment.numel
-            for segment in self.scatters[index]:
-                if segment.rank != owner:
-                    sent[owner] += segment.numel
-                    received[segment.rank] += segment.numel
+        sent, received = self.whole_matrix_traffic()
         footprints = _footprints(
             self.waves, self.matrices, self.owners, self.gathers, self.scatters
         )
         return tuple(
             RankLoad(
                 flops=flops[rank],
-                sent_bytes=sent[rank] * self.itemsize,
-                received_bytes=received[rank] * self.itemsize,
+                sent_bytes=sent[rank],
+                received_bytes=received[rank],
                 peak_buffer_bytes=_peak(footprints, rank) * self.itemsize,
                 matrices=owned[rank],
             )
@@ -281,9 +287,9 @@ def fitting_waves(
         if cap <= min(numels):
             largest = max(found.matrices, key=lambda m: m.numel)
             raise ValueError(
-                f"--dmuon-exchange-buffer-mb {buffer_bytes / 2**20:g} is too small: the largest "
+                f"--matrix-exchange-buffer-mb {buffer_bytes / 2**20:g} is too small: the largest "
                 f"matrix is {largest.name} ({largest.shape[0]}x{largest.shape[1]}), and the "
                 f"exchange needs {smallest / 2**20:.3g} MiB at least; type "
-                f"--dmuon-exchange-buffer-mb {math.ceil(smallest / 2**20)}"
+                f"--matrix-exchange-buffer-mb {math.ceil(smallest / 2**20)}"
             )
         cap = cap * 3 // 4

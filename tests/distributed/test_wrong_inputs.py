@@ -49,8 +49,8 @@ def launch(rank: int, script: str, flags: list[str]) -> tuple[int, str]:
             ["rule 'decoder.*.no_such.weight'", "matches no trainable parameter"],
         ),
         (
-            "--dmuon-exchange-buffer-mb 0.001",
-            ["--dmuon-exchange-buffer-mb 1", "linear_fc1.weight"],
+            "--matrix-exchange-buffer-mb 0.001",
+            ["--matrix-exchange-buffer-mb 1", "linear_fc1.weight"],
         ),
         (
             "--use-precision-aware-optimizer --matrix-min-dim 0 --muon-tp-mode duplicated",

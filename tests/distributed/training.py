@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megatron_muon.config import MatrixConfig
+from megatron_muon.optim.dion_math import seeded_right_factor
 from tests import tiny_gpt
 from tests.ranks import layout
 from tests.reference.muon import ReferenceAdamW, ReferenceMuon, clip
+from tests.reference.orth_dion import ReferenceOrthDion
 from tests.tiny_models import MODELS, SIZES, Layout, is_matrix
 from tests.whole_parameters import global_name, unwrapped
 
@@ -257,23 +260,56 @@ class StepErrors:
     zeros: float
 
 
+def reference_rule(
+    run: Run, record: dict[str, Any], coefficients: Any
+) -> ReferenceMuon | ReferenceOrthDion:
+    """The float64 rule of a run's matrices."""
+    if run.config.optimizer == "dmuon":
+        return ReferenceMuon(
+            lr=run.lr,
+            momentum=run.config.momentum,
+            nesterov=run.config.nesterov,
+            weight_decay=WEIGHT_DECAY,
+            scale_mode=run.config.scale_mode,
+            extra_scale_factor=run.config.extra_scale_factor,
+            coefficients=coefficients,
+        )
+    model = MODELS[run.model]
+    sides = {}
+    for name, tensor in record["first"].items():
+        if is_matrix(name, tensor):
+            for number, (label, rows) in enumerate(model.parts(name, tensor.shape).items()):
+                smaller = min(len(rows), tensor.shape[1])
+                sides[f"{name}[{number}]"] = (name + label, smaller)
+
+    def start(label: str) -> torch.Tensor:
+        name, smaller = sides[label]
+        rank = math.ceil(round(run.config.rank_fraction * smaller, 9))
+        return seeded_right_factor(name, smaller, max(rank, 1)).double()
+
+    return ReferenceOrthDion(
+        lr=run.lr,
+        momentum=run.config.momentum,
+        weight_decay=WEIGHT_DECAY,
+        scale_mode=run.config.scale_mode,
+        extra_scale_factor=run.config.extra_scale_factor,
+        right_factor=run.config.right_factor,
+        start=start,
+        rank_compensation=run.config.rank_compensation,
+    )
+
+
 def errors_against_reference(
     run: Run, record: dict[str, Any], coefficients: list[tuple[float, float, float]]
 ) -> StepErrors:
     """Compare every step's update with one float64 process given that step's gradients."""
-    muon = ReferenceMuon(
-        lr=run.lr,
-        momentum=run.config.momentum,
-        nesterov=run.config.nesterov,
-        weight_decay=WEIGHT_DECAY,
-        scale_mode=run.config.scale_mode,
-        extra_scale_factor=run.config.extra_scale_factor,
-        coefficients=coefficients,
-    )
+    matrix_rule = reference_rule(run, record, coefficients)
     adamw = ReferenceAdamW(lr=run.lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
     before = record["first"]
     model = MODELS[run.model]
-    parts = {n: model.parts(n, t.shape) for n, t in before.items() if is_matrix(n, t)}
+    parts = {
+        n: list(model.parts(n, t.shape).values()) for n, t in before.items() if is_matrix(n, t)
+    }
     worst = {"matrix": 0.0, "scalar": 0.0, "norm": 0.0, "zeros": 0.0}
     for (gradients, weights), lr, norm, zeros in zip(
         record["steps"], record["lrs"], record["norms"], record["zeros"], strict=True
@@ -286,7 +322,7 @@ def errors_against_reference(
         old = {name: tensor.double() for name, tensor in before.items()}
         matrices = {n: t for n, t in old.items() if n in parts}
         scalars = {n: t for n, t in old.items() if n not in matrices}
-        expected = muon.step(
+        expected = matrix_rule.step(
             matrices, {n: clipped[n] for n in matrices}, parts, lr=lr
         ) | adamw.step(
             scalars,

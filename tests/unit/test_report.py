@@ -207,7 +207,7 @@ def test_owners_waves_and_bytes_are_those_of_the_plan() -> None:
     assert line.endswith(
         f"exchange: at most {sent / 2**20:.2f} MiB sent by a rank and step "
         f"({sent / 16_000:.2f} x what AdamW's reduce and gather send); buffers at most "
-        f"{peak / 2**20:.2f} MiB of --dmuon-exchange-buffer-mb 64"
+        f"{peak / 2**20:.2f} MiB of --matrix-exchange-buffer-mb 64"
     )
     assert not any("warning" in line for line in lines)
 

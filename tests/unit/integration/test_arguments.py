@@ -17,11 +17,13 @@ from megatron_muon.integration.arguments import (
     matrix_config_from_args,
     translate_arguments,
 )
+from megatron_muon.integration.stray_flags import MUON_DEFAULTS, destination
 from megatron_muon.integration.support import ConfigurationError
 from megatron_muon.matrices import Rule
 
 Parse = Callable[..., argparse.Namespace]
 DMUON = ("--optimizer", "dmuon", "--use-distributed-optimizer")
+ORTH_DION = ("--optimizer", "orth_dion", "--use-distributed-optimizer")
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,7 @@ UNSUPPORTED = [
     ("--non-persistent-ckpt-type local", "--non-persistent-ckpt-type", "use global"),
     ("--muon-tp-mode duplicated", "--muon-tp-mode", "remove the flag"),
     ("--muon-tp-mode distributed", "--muon-tp-mode", "remove the flag"),
-    ("--muon-fp32-matmul-prec high", "--muon-fp32-matmul-prec", "use --dmuon-compute-dtype"),
+    ("--muon-fp32-matmul-prec high", "--muon-fp32-matmul-prec", "--dmuon-compute-dtype"),
     ("--muon-scalar-optimizer lion", "--muon-scalar-optimizer", "remove the flag"),
 ]
 
@@ -139,7 +141,8 @@ def test_every_sentence_about_a_flag_has_a_case_above(parse: Parse) -> None:
         for words, _, _ in UNSUPPORTED
         for problem in _problems(parse(*DMUON, *words.split()))
     }
-    assert {sentence for _, sentence in support._FLAG_PROBLEMS} == said
+    sentences = {sentence for _, sentence in support._FLAG_PROBLEMS}
+    assert {sentence.format(optimizer="dmuon") for sentence in sentences} == said
 
 
 @pytest.mark.parametrize(
@@ -169,10 +172,10 @@ OUT_OF_RANGE = [
     ("--muon-momentum=-0.1", "--muon-momentum is -0.1"),
     ("--muon-extra-scale-factor nan", "--muon-extra-scale-factor is nan"),
     ("--muon-extra-scale-factor inf", "--muon-extra-scale-factor is inf"),
-    ("--dmuon-exchange-buffer-mb 0", "--dmuon-exchange-buffer-mb is 0; it must be a number > 0"),
-    ("--dmuon-exchange-buffer-mb=-5", "--dmuon-exchange-buffer-mb is -5"),
-    ("--dmuon-exchange-buffer-mb nan", "--dmuon-exchange-buffer-mb is nan"),
-    ("--dmuon-exchange-buffer-mb inf", "--dmuon-exchange-buffer-mb is inf"),
+    ("--matrix-exchange-buffer-mb 0", "--matrix-exchange-buffer-mb is 0; it must be a number > 0"),
+    ("--matrix-exchange-buffer-mb=-5", "--matrix-exchange-buffer-mb is -5"),
+    ("--matrix-exchange-buffer-mb nan", "--matrix-exchange-buffer-mb is nan"),
+    ("--matrix-exchange-buffer-mb inf", "--matrix-exchange-buffer-mb is inf"),
     ("--matrix-lr=-1", "--matrix-lr is -1.0; it must be a number >= 0"),
     ("--matrix-lr nan", "--matrix-lr is nan"),
     ("--matrix-min-lr=-1", "--matrix-min-lr is -1.0"),
@@ -258,20 +261,38 @@ def test_one_data_parallel_rank_switches_the_distributed_optimizer_on(
     assert ("--use-distributed-optimizer switched on" in said) is (rank == 0)
 
 
-STRAY = [
-    "--dmuon-no-split-mla",
-    "--dmuon-no-split-ssm",
-    "--dmuon-split-heads",
+OF_ORTH_DION = [
+    "--orth-dion-rank-fraction 0.5",
+    "--orth-dion-rank-multiple-of 8",
+    "--orth-dion-momentum 0.9",
+    "--orth-dion-right-factor polar",
+    "--orth-dion-scale-mode spectral",
+    "--orth-dion-rank-compensation",
+    "--orth-dion-state-dtype bf16",
+    "--orth-dion-exchange matrix",
+]
+OF_DMUON = ["--dmuon-coefficients 1,2,3", "--dmuon-compute-dtype bf16"]
+OF_BOTH = [
+    "--matrix-no-split-mla",
+    "--matrix-no-split-ssm",
+    "--matrix-split-heads",
     "--matrix-min-dim 16",
     "--matrix-lr 1",
     "--matrix-min-lr 0",
     "--matrix-weight-decay 0",
     "--matrix-rule *:lr_mult=1",
     "--matrix-rules x.json",
-    "--dmuon-no-split-gate-up",
-    "--dmuon-coefficients 1,2,3",
-    "--dmuon-compute-dtype bf16",
-    "--dmuon-exchange-buffer-mb 1",
+    "--matrix-no-split-gate-up",
+    "--matrix-exchange-buffer-mb 1",
+]
+STRAY = [*OF_BOTH, *OF_DMUON, *OF_ORTH_DION]
+OF_MUON = [
+    "--muon-momentum 0.5",
+    "--muon-nesterov",
+    "--muon-scale-mode unit_rms_norm",
+    "--muon-extra-scale-factor 2",
+    "--muon-coefficient-type simple",
+    "--muon-num-ns-steps 4",
 ]
 
 
@@ -281,14 +302,68 @@ def test_our_flags_are_refused_with_another_optimizer(
     parse: Parse, optimizer: str, words: str
 ) -> None:
     (problem,) = _problems(parse("--optimizer", optimizer, *words.split()))
+    instead = {
+        words in OF_BOTH: "--optimizer dmuon or --optimizer orth_dion",
+        words in OF_DMUON: "--optimizer dmuon",
+        words in OF_ORTH_DION: "--optimizer orth_dion",
+    }[True]
     assert problem == (
         f"{words.split()[0]} has no effect with --optimizer {optimizer}: remove it or type "
-        "--optimizer dmuon"
+        f"{instead}"
     )
 
 
+@pytest.mark.parametrize("words", [*OF_DMUON, *OF_MUON])
+def test_dmuons_flags_are_refused_with_orth_dion(parse: Parse, words: str) -> None:
+    (problem,) = _problems(parse(*ORTH_DION, *words.split()))
+    assert problem.startswith(f"{words.split()[0]} has no effect with --optimizer orth_dion")
+
+
+@pytest.mark.parametrize("words", OF_ORTH_DION)
+def test_orth_dions_flags_are_refused_with_dmuon(parse: Parse, words: str) -> None:
+    (problem,) = _problems(parse(*DMUON, *words.split()))
+    assert problem.startswith(f"{words.split()[0]} has no effect with --optimizer dmuon")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--orth-dion-rank-fraction 0", "--orth-dion-rank-fraction is 0; it must be > 0 and <= 1"),
+        ("--orth-dion-rank-fraction 1.5", "--orth-dion-rank-fraction is 1.5"),
+        ("--orth-dion-rank-fraction nan", "--orth-dion-rank-fraction is nan"),
+        ("--orth-dion-rank-multiple-of 0", "--orth-dion-rank-multiple-of is 0"),
+        ("--orth-dion-momentum 1", "--orth-dion-momentum is 1.0; it must be >= 0 and < 1"),
+    ],
+)
+def test_values_of_orth_dion_out_of_range_are_refused(
+    parse: Parse, words: str, sentence: str
+) -> None:
+    (problem,) = _problems(parse(*ORTH_DION, *words.split()))
+    assert problem.startswith(sentence)
+
+
+@pytest.mark.parametrize("flag", ["right-factor", "scale-mode", "state-dtype", "exchange"])
+def test_choices_of_orth_dion_are_refused_by_the_parser(
+    parse: Parse, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(*ORTH_DION, f"--orth-dion-{flag}", "unknown")
+    assert f"--orth-dion-{flag}: invalid choice: 'unknown'" in capsys.readouterr().err
+
+
+def test_defaults_of_muons_flags_are_those_of_megatron(parse: Parse) -> None:
+    args = parse(*ORTH_DION)
+    found = {flag: getattr(args, destination(flag)) for flag in MUON_DEFAULTS}
+    assert found == MUON_DEFAULTS
+    assert {words.split()[0] for words in OF_MUON} == set(MUON_DEFAULTS)
+
+
 def test_every_flag_of_ours_has_a_case_above(parser: argparse.ArgumentParser) -> None:
-    ours = {f for f in parser._option_string_actions if f.startswith(("--matrix-", "--dmuon-"))}
+    ours = {
+        f
+        for f in parser._option_string_actions
+        if f.startswith(("--matrix-", "--dmuon-", "--orth-dion-"))
+    }
     assert ours == {words.split()[0] for words in STRAY}
 
 
@@ -329,11 +404,11 @@ def test_arguments_without_our_choice_give_no_settings() -> None:
 EVERYTHING = (
     "--muon-momentum 0.8 --muon-nesterov --muon-scale-mode match_rms_adamw "
     "--muon-extra-scale-factor 0.5 --muon-coefficient-type custom --muon-num-ns-steps 4 "
-    "--muon-no-split-qkv --dmuon-no-split-gate-up --dmuon-coefficients 3,-2.5,0.5;1.5,-0.5,0 "
-    "--dmuon-compute-dtype fp32 --dmuon-exchange-buffer-mb 64.5 --matrix-lr 0.02 "
+    "--muon-no-split-qkv --matrix-no-split-gate-up --dmuon-coefficients 3,-2.5,0.5;1.5,-0.5,0 "
+    "--dmuon-compute-dtype fp32 --matrix-exchange-buffer-mb 64.5 --matrix-lr 0.02 "
     "--matrix-min-lr 0.002 --matrix-weight-decay 0.3 --matrix-rule *.a:lr_mult=2 "
-    "--matrix-rule *.b:optimizer=adam --dmuon-no-split-mla --dmuon-no-split-ssm "
-    "--dmuon-split-heads --matrix-min-dim 8"
+    "--matrix-rule *.b:optimizer=adam --matrix-no-split-mla --matrix-no-split-ssm "
+    "--matrix-split-heads --matrix-min-dim 8"
 )
 
 
@@ -372,8 +447,43 @@ def test_every_setting_is_read_from_its_flag(parse: Parse, tmp_path: Path) -> No
     )
     defaults = MatrixConfig()
     for name in MatrixConfig.__dataclass_fields__:
-        if name != "optimizer":
+        if name not in ("optimizer", *ONLY_ORTH_DION):
             assert getattr(settings, name) != getattr(defaults, name), f"{name} is not tested"
+
+
+ONLY_ORTH_DION = (
+    *("rank_fraction", "rank_multiple_of", "right_factor", "rank_compensation", "exchange"),
+    "state_dtype",
+)
+
+
+def test_every_setting_of_orth_dion_is_read_from_its_flag(parse: Parse) -> None:
+    args = parse(*ORTH_DION, *" ".join(OF_ORTH_DION).split(), "--matrix-lr", "0.02")
+    translate_arguments(args)
+    settings = matrix_config_from_args(args)
+    assert settings == MatrixConfig(
+        optimizer="orth_dion",
+        momentum=0.9,
+        scale_mode="spectral",
+        rank_fraction=0.5,
+        rank_multiple_of=8,
+        right_factor="polar",
+        rank_compensation=True,
+        exchange="matrix",
+        state_dtype="bf16",
+        lr=0.02,
+    )
+    defaults = MatrixConfig()
+    for name in ONLY_ORTH_DION:
+        assert getattr(settings, name) != getattr(defaults, name), f"{name} is not tested"
+
+
+def test_without_flags_orth_dion_has_its_defaults(parse: Parse) -> None:
+    args = parse(*ORTH_DION)
+    translate_arguments(args)
+    assert matrix_config_from_args(args) == MatrixConfig(
+        optimizer="orth_dion", scale_mode="shape_scaling"
+    )
 
 
 def test_without_flags_the_settings_are_the_defaults(parse: Parse) -> None:

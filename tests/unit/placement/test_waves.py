@@ -145,13 +145,13 @@ def test_too_small_a_buffer_names_flag_matrix_and_a_value_that_works(
     with pytest.raises(ValueError) as error:
         stage.plan(buffer_bytes=1 << 20, itemsize=itemsize)
     text = str(error.value)
-    assert text.startswith("--dmuon-exchange-buffer-mb 1 is too small")
+    assert text.startswith("--matrix-exchange-buffer-mb 1 is too small")
     largest = max(stage.matrices, key=lambda m: m.numel)
     named = re.search(r"largest matrix is (\S+) \((\d+)x(\d+)\)", text)
     assert named
     assert int(named[2]) * int(named[3]) == largest.numel
     assert named[1] in {m.name for m in stage.matrices if m.numel == largest.numel}
-    asked = re.search(r"type --dmuon-exchange-buffer-mb (\d+)$", text)
+    asked = re.search(r"type --matrix-exchange-buffer-mb (\d+)$", text)
     assert asked
     plan = stage.plan(buffer_bytes=int(asked[1]) << 20, itemsize=itemsize)
     assert max(load.peak_buffer_bytes for load in plan.loads) <= int(asked[1]) << 20

@@ -1,0 +1,97 @@
+"""Flags that were given to an optimizer which does not take them: refused, never ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_muon.config import MatrixConfig
+
+ORTH_DION_SCALE_MODE = "shape_scaling"
+"""√max(1, m/n): the scale that Orth-Dion's learning rates are usually given for."""
+
+MUON_DEFAULTS: dict[str, Any] = {
+    "--muon-momentum": 0.9,
+    "--muon-nesterov": False,
+    "--muon-scale-mode": "spectral",
+    "--muon-extra-scale-factor": 1.0,
+    "--muon-coefficient-type": "quintic",
+    "--muon-num-ns-steps": 5,
+}
+"""Megatron's defaults of its own flags that dmuon takes and Orth-Dion does not."""
+
+BOTH: dict[str, Any] = {
+    "--matrix-lr": None,
+    "--matrix-min-lr": None,
+    "--matrix-weight-decay": None,
+    "--matrix-rule": [],
+    "--matrix-rules": None,
+    "--matrix-min-dim": MatrixConfig.min_dim,
+    "--matrix-no-split-gate-up": True,
+    "--matrix-no-split-mla": True,
+    "--matrix-no-split-ssm": True,
+    "--matrix-split-heads": False,
+    "--matrix-exchange-buffer-mb": MatrixConfig.exchange_buffer_mb,
+}
+
+OWN: dict[str, dict[str, Any]] = {
+    "dmuon": {
+        "--dmuon-coefficients": None,
+        "--dmuon-compute-dtype": MatrixConfig.compute_dtype,
+    },
+    "orth_dion": {
+        "--orth-dion-rank-fraction": MatrixConfig.rank_fraction,
+        "--orth-dion-rank-multiple-of": MatrixConfig.rank_multiple_of,
+        "--orth-dion-momentum": MatrixConfig.momentum,
+        "--orth-dion-right-factor": MatrixConfig.right_factor,
+        "--orth-dion-scale-mode": ORTH_DION_SCALE_MODE,
+        "--orth-dion-rank-compensation": False,
+        "--orth-dion-state-dtype": MatrixConfig.state_dtype,
+        "--orth-dion-exchange": MatrixConfig.exchange,
+    },
+}
+
+
+def stray_flag_problems(args: Any) -> list[str]:
+    """A sentence for every flag of ours, or of muon's, that ``--optimizer`` does not take.
+
+    Args:
+        args: Megatron's arguments before ``translate_arguments`` changed any.
+    """
+    chosen = args.optimizer
+    problems = [
+        _sentence(flag, chosen, f"--optimizer {' or --optimizer '.join(OWN)}")
+        for flag in _given(args, BOTH)
+        if chosen not in OWN
+    ]
+    for optimizer, flags in OWN.items():
+        if chosen != optimizer:
+            problems += [
+                _sentence(flag, chosen, f"--optimizer {optimizer}") for flag in _given(args, flags)
+            ]
+    if chosen == "orth_dion":
+        problems += [
+            _sentence(flag, chosen, "--optimizer dmuon") for flag in _given(args, MUON_DEFAULTS)
+        ]
+    elif args.muon_scale_mode == "match_rms_adamw" and chosen != "dmuon":
+        problems.append(
+            "--muon-scale-mode match_rms_adamw is dmuon's: type --optimizer dmuon, or "
+            "--muon-scale-mode spectral --muon-extra-scale-factor 0.2"
+            if chosen == "muon"
+            else "--muon-scale-mode has no effect without --optimizer dmuon: remove it"
+        )
+    return problems
+
+
+def _given(args: Any, defaults: dict[str, Any]) -> list[str]:
+    return [
+        flag for flag, default in defaults.items() if getattr(args, destination(flag)) != default
+    ]
+
+
+def destination(flag: str) -> str:
+    """Attribute of the arguments that a flag sets."""
+    return flag.removeprefix("--").replace("-", "_").replace("_no_split", "_split")
+
+
+def _sentence(flag: str, chosen: str, instead: str) -> str:
+    return f"{flag} has no effect with --optimizer {chosen}: remove it or type {instead}"

@@ -1,0 +1,77 @@
+"""What a ``MatrixDistributedOptimizer`` steps: one rule on one plan, and the owners' state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megatron_muon.exchange import Exchange, ExchangeCounters, FactorExchange, GroupTransport
+from megatron_muon.integration.stage import EXCHANGE_DTYPE, MatrixRule
+from megatron_muon.optim import (
+    MatrixRange,
+    MuonRule,
+    OrthDionRule,
+    first_right_factors,
+    muon_step,
+    orth_dion_step,
+)
+from megatron_muon.placement import FactorPlan, Plan
+
+
+class MatrixUpdate:
+    """One rank's side of the update of all matrices of a domain.
+
+    Attributes:
+        rank: This rank in the exchange group.
+        right_factors: V of every matrix that this rank owns, by the matrix's name; empty for dmuon.
+
+    Args:
+        rule: The update rule.
+        plan: The plan that belongs to it.
+        group: The exchange group.
+        device: Device of parameters and buffers.
+    """
+
+    def __init__(
+        self,
+        rule: MatrixRule,
+        plan: Plan,
+        group: torch.distributed.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self.rank = group.rank()
+        self.right_factors: dict[str, torch.Tensor] = {}
+        self._rule = rule
+        transport = GroupTransport(group)
+        self._exchange: Exchange | FactorExchange
+        if isinstance(plan, FactorPlan):
+            assert isinstance(rule, OrthDionRule)
+            self._exchange = FactorExchange(
+                plan, rank=self.rank, transport=transport, dtype=EXCHANGE_DTYPE, device=device
+            )
+            self.right_factors = first_right_factors(
+                plan, self.rank, dtype=rule.state_dtype, device=device
+            )
+        else:
+            self._exchange = Exchange(
+                plan, rank=self.rank, transport=transport, dtype=EXCHANGE_DTYPE, device=device
+            )
+
+    @property
+    def counters(self) -> ExchangeCounters:
+        """What the last step did on this rank."""
+        return self._exchange.counters
+
+    def step(self, ranges: Sequence[MatrixRange | None]) -> None:
+        """Update every matrix.
+
+        Args:
+            ranges: For each parameter of the plan this rank's range, None where it owns nothing.
+        """
+        if isinstance(self._rule, MuonRule):
+            assert isinstance(self._exchange, Exchange)
+            muon_step(self._rule, ranges, self._exchange)
+        else:
+            assert isinstance(self._exchange, FactorExchange)
+            orth_dion_step(self._rule, ranges, self._exchange, self.right_factors)
