@@ -333,6 +333,11 @@ def _train_between(
         "losses": losses,
         "weights": replica_hashes(chunks),
         "state": _state_bytes(optimizer),
+        "right_factors": {
+            name: factor.float().numpy().tobytes()
+            for child in optimizer.chained_optimizers
+            for name, factor in child.exchange.right_factors.items()
+        },
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
     }
 
