@@ -209,13 +209,13 @@ def train(contender: Contender, rate: float, steps: int, data: str) -> dict[str,
         model.zero_grad_buffer()
         optimizer.zero_grad()
         loss = loss_of(model, windows)
-        loss.backward()
+        torch.autograd.backward(loss)
         model.finish_grad_sync()
         before = time.perf_counter()
         optimizer.step()
         seconds.append(time.perf_counter() - before)
         scheduler.step(1)
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     whole = time.perf_counter() - began
     with torch.no_grad():
         held_out = batches(texts["held_out"], EVALUATION_BATCHES, SEED + 1)

@@ -1,6 +1,6 @@
 """Update rules over flat ranges and assembled matrices: the formulas."""
 
-from megatron_muon.optim.dion_math import OrthDionRule
+from megatron_muon.optim.dion_rule import OrthDionRule
 from megatron_muon.optim.muon import MatrixRange, MuonRule, muon_step
 from megatron_muon.optim.orth_dion import first_right_factors, orth_dion_step
 

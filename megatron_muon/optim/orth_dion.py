@@ -26,7 +26,7 @@ import torch
 
 from megatron_muon.exchange import FactorExchange, Flight, WaveMail
 from megatron_muon.linalg import full_precision_matmul, orthonormal_basis, right_factor
-from megatron_muon.optim.dion_math import OrthDionRule, seeded_right_factor
+from megatron_muon.optim.dion_rule import OrthDionRule, seeded_right_factor
 from megatron_muon.optim.muon import MatrixRange
 from megatron_muon.placement.factor_program import HeldMatrix, OwnedMatrix
 from megatron_muon.placement.factors import FactorPlan, FactorShape, Round

@@ -33,6 +33,8 @@ class DionSetting(Setting):
     right_factor: str = "qr"
     scheme: SchemeChoice = "auto"
     lr: float = 0.02
+    momentum: float = 0.95
+    rank_compensation: bool = False
 
 
 def rule_of(setting: DionSetting) -> OrthDionRule:
@@ -40,10 +42,11 @@ def rule_of(setting: DionSetting) -> OrthDionRule:
     return OrthDionRule(
         rank_fraction=setting.rank_fraction,
         rank_multiple_of=setting.rank_multiple_of,
-        momentum=0.95,
+        momentum=setting.momentum,
         right_factor=setting.right_factor,
         scale_mode=setting.scale_mode,
         extra_scale_factor=0.5,
+        rank_compensation=setting.rank_compensation,
         state_dtype=setting.dtype,
     )
 

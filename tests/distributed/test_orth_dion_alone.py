@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_muon.matrices import logical_matrices
-from megatron_muon.optim.dion_math import seeded_right_factor
+from megatron_muon.optim.dion_rule import seeded_right_factor
 from tests.distributed.prescribed import (
     Whole,
     assemble,
@@ -58,6 +58,7 @@ def reference(
         extra_scale_factor=0.5,
         right_factor=setting.right_factor,
         start=start,
+        rank_compensation=setting.rank_compensation,
     )
     weights = {e.name: initial(e, torch.float64) for e in entries}
     rows = {e.name: parts(e, setting.split) for e in entries}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_muon.config import MatrixConfig
-from megatron_muon.optim.dion_math import seeded_right_factor
+from megatron_muon.optim.dion_rule import seeded_right_factor
 from tests import tiny_gpt
 from tests.ranks import layout
 from tests.reference.muon import ReferenceAdamW, ReferenceMuon, clip

@@ -336,7 +336,10 @@ def test_strided_and_bf16_input_is_read_right_and_computed_in_fp32(kind):
     assert not strided.is_contiguous()
     assert torch.equal(orthonormal_basis(strided), orthonormal_basis(w.float()))
     previous = random((2, 24, 5), dtype=BF16, seed=1)
-    result, expected = right_factor(strided, previous, kind), right_factor(w.float(), previous, kind)
+    result, expected = (
+        right_factor(strided, previous, kind),
+        right_factor(w.float(), previous, kind),
+    )
     assert all(torch.equal(*pair) for pair in zip(result, expected, strict=True))
     assert {part.dtype for part in result} == {FP32}
 

@@ -1,0 +1,89 @@
+"""What Orth-Dion needs to know of a matrix before the first step: rank, scale, the first V."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_muon.linalg import RIGHT_FACTORS, update_scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrthDionRule:
+    """Hyper-parameters that are the same for every matrix.
+
+    Attributes:
+        rank_fraction: Rank over the smaller side, in (0, 1].
+        rank_multiple_of: The rank is rounded up to a multiple of this, but not above the sides.
+        momentum: μ, in [0, 1).
+        right_factor: One of ``linalg.RIGHT_FACTORS``.
+        scale_mode: Name of s(m, n), see ``linalg.scales``.
+        extra_scale_factor: Further factor on the update.
+        rank_compensation: Multiply the update by √(min(m, n) / r), which gives it the root mean
+            square of a full-rank update; its singular values are then above 1.
+        state_dtype: Element type of M and V between steps. bf16 keeps V's columns orthonormal to
+            1e-3 only.
+
+    Raises:
+        ValueError: A value out of its range.
+    """
+
+    rank_fraction: float
+    rank_multiple_of: int = 1
+    momentum: float = 0.95
+    right_factor: str = "qr"
+    scale_mode: str
+    extra_scale_factor: float = 1.0
+    rank_compensation: bool = False
+    state_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.rank_fraction <= 1.0:
+            raise ValueError(f"rank_fraction is {self.rank_fraction}; it must be in (0, 1].")
+        if self.rank_multiple_of < 1:
+            raise ValueError(f"rank_multiple_of is {self.rank_multiple_of}; it must be at least 1.")
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum is {self.momentum}; it must be in [0, 1).")
+        if self.right_factor not in RIGHT_FACTORS:
+            raise ValueError(
+                f"right_factor is {self.right_factor}; supported are {', '.join(RIGHT_FACTORS)}."
+            )
+        update_scale(self.scale_mode, 1, 1)
+
+    def rank(self, m: int, n: int) -> int:
+        """Returns r of a whole m x n matrix, at least 1 and at most min(m, n)."""
+        smaller, multiple = min(m, n), self.rank_multiple_of
+        # 0.1 * 30 is 3.0000000000000004 in float64: without rounding, rank 4.
+        wanted = math.ceil(round(self.rank_fraction * smaller / multiple, 9))
+        return min(smaller, multiple * max(1, wanted))
+
+    def scale(self, m: int, n: int) -> float:
+        """Returns the factor of U Vᵀ for a whole m x n matrix, before any transposition."""
+        scale = self.extra_scale_factor * update_scale(self.scale_mode, m, n)
+        if self.rank_compensation:
+            scale *= math.sqrt(min(m, n) / self.rank(m, n))
+        return scale
+
+
+def seeded_right_factor(name: str, n: int, r: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Returns the V of the first step: standard normal, a function of its arguments alone.
+
+    Neither torch's random state nor rank, device or layout have a part in it, and it disturbs none.
+    Drawn in float64, whose path in torch does not depend on the processor's vector width.
+
+    Args:
+        name: Name of the logical matrix, the same on every rank and after a restart.
+        n: Smaller side of the whole matrix.
+        r: Rank.
+        dtype: Element type of the result.
+
+    Returns:
+        V (n, r) on CPU.
+    """
+    digest = hashlib.sha256(name.encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.randn(n, r, dtype=torch.float64, generator=generator).to(dtype)
