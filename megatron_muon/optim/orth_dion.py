@@ -21,19 +21,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Generator, Iterator, MutableMapping, Sequence
+from itertools import accumulate
 
 import torch
 
 from megatron_muon.exchange import FactorExchange, Flight, WaveMail
 from megatron_muon.linalg import full_precision_matmul, orthonormal_basis, right_factor
 from megatron_muon.optim.dion_rule import OrthDionRule, seeded_right_factor
+from megatron_muon.optim.dion_shares import (
+    add_rows,
+    products,
+    take_elements,
+    take_rows,
+    u_spans,
+    update_parts,
+    v_spans,
+)
 from megatron_muon.optim.muon import MatrixRange
 from megatron_muon.placement.factor_program import HeldMatrix, OwnedMatrix
-from megatron_muon.placement.factors import FactorPlan, FactorShape, Round
+from megatron_muon.placement.factors import FactorPlan, Round
 from megatron_muon.placement.shares import Share, source_rectangles
-
-Spans = Sequence[tuple[int, int]]
-"""(first row, rows) of every run of rows of a factor."""
 
 
 @torch.no_grad()
@@ -121,7 +128,7 @@ class _Step:
         outbox = mail.outbox(Round.WARM)
         for entry, share in _sources(owned, "factors"):
             slot = mail.outgoing(Round.WARM, outbox, entry.index, share.rank)
-            _take(slot, self._right_factor(entry), v_spans(entry.shape, share))
+            take_rows(slot, self._right_factor(entry), v_spans(entry.shape, share))
         yield from mail.exchange(Round.WARM, outbox)
 
     def _send_sources(
@@ -168,7 +175,7 @@ class _Step:
                 for share in entry.shares:
                     if share.is_source:
                         part = mail.incoming(Round.SOURCE, entry.index, share.rank)
-                        _add(projection, part, u_spans(shape, share))
+                        add_rows(projection, part, u_spans(shape, share))
             else:
                 wholes[entry.index] = whole = self._assemble(mail, entry)
                 torch.mm(whole, self._right_factor(entry), out=projection)
@@ -212,7 +219,7 @@ class _Step:
             if entry.scheme == "factors":
                 for share in entry.shares:
                     slot = mail.outgoing(Round.BASIS, outbox, entry.index, share.rank)
-                    _take(slot, bases[entry.index], u_spans(entry.shape, share))
+                    take_rows(slot, bases[entry.index], u_spans(entry.shape, share))
         yield from mail.exchange(Round.BASIS, outbox)
 
     def _send_responses(
@@ -247,7 +254,7 @@ class _Step:
                 for share in entry.shares:
                     if share.is_source:
                         part = mail.incoming(Round.RESPONSE, entry.index, share.rank)
-                        _add(response, part, v_spans(shape, share))
+                        add_rows(response, part, v_spans(shape, share))
             responses[entry.index] = response
         refreshed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for group in _by_shape(owned):
@@ -272,40 +279,56 @@ class _Step:
     ) -> Iterator[Flight]:
         outbox = mail.outbox(Round.UPDATE)
         for entry in owned:
-            update, core = refreshed[entry.index]
-            for share in entry.shares:
+            basis, (update, core) = bases[entry.index], refreshed[entry.index]
+            factored, whole = _by_return(entry)
+            for share in factored:
                 slot = mail.outgoing(Round.UPDATE, outbox, entry.index, share.rank)
-                u, v, c = _parts(entry.scheme, entry.shape, share, slot)
+                u, v, c = update_parts(entry.scheme, entry.shape, share, slot)
                 if entry.scheme == "matrix":
-                    _take(u, bases[entry.index], u_spans(entry.shape, share))
-                _take(v, update, v_spans(entry.shape, share))
+                    take_rows(u, basis, u_spans(entry.shape, share))
+                take_rows(v, update, v_spans(entry.shape, share))
                 c.copy_(core.reshape(-1))
+            if whole:
+                both = products(entry.shape, basis, update, core)
+                mail.hold(sum(product.numel() for product in both))
+                for share in whole:
+                    slot = mail.outgoing(Round.UPDATE, outbox, entry.index, share.rank)
+                    for product, part in zip(both, slot.view(2, -1), strict=True):
+                        take_elements(part, product, share)
         yield from mail.exchange(Round.UPDATE, outbox)
 
     # ---- the flat ranges ----------------------------------------------------------------------
 
     def _apply(self, mail: WaveMail, entry: HeldMatrix) -> None:
         """M −= (1 − μ) U Wᵀ and X −= η s U Vᵀ on what this rank holds."""
-        shape, share, owner = entry.shape, entry.share, entry.owner
-        slot = mail.incoming(Round.UPDATE, entry.index, owner)
-        u, v, core = _parts(entry.scheme, shape, share, slot)
-        if entry.scheme == "factors":
-            u = mail.incoming(Round.BASIS, entry.index, owner)
-        u, v, core = u.view(-1, shape.rank), v.view(-1, shape.rank), core.view(shape.rank, -1)
-        left, right = (v, u) if shape.transposed else (u, v)
-        # U Wᵀ = U Cᵀ Vᵀ, or its transpose V C Uᵀ.
-        captured = left @ (core if shape.transposed else core.T) @ right.T
-        update = left @ right.T
-        mail.hold(captured.numel() + update.numel())
-        held = self._range(entry)
+        held, share = self._range(entry), entry.share
+        update, captured, offsets = self._received_products(mail, entry)
         m, n = self.plan.matrices[entry.index].shape
         step = -held.lr * self.rule.scale(m, n)
-        for piece in share.pieces:
+        for piece, offset in zip(share.pieces, offsets, strict=True):
             start = piece.start - entry.range_start
             here = slice(start, start + piece.numel)
-            there = slice(piece.offset, piece.offset + piece.numel)
-            held.momentum[here].add_(captured.view(-1)[there], alpha=self.rule.momentum - 1.0)
-            held.master[here].add_(update.view(-1)[there], alpha=step)
+            there = slice(offset, offset + piece.numel)
+            held.momentum[here].add_(captured[there], alpha=self.rule.momentum - 1.0)
+            held.master[here].add_(update[there], alpha=step)
+
+    def _received_products(
+        self, mail: WaveMail, entry: HeldMatrix
+    ) -> tuple[torch.Tensor, torch.Tensor, Sequence[int]]:
+        """U Vᵀ and U Wᵀ of a share, flat, and where each of its pieces starts in them."""
+        shape, share, owner = entry.shape, entry.share, entry.owner
+        slot = mail.incoming(Round.UPDATE, entry.index, owner)
+        if entry.scheme == "matrix" and shape.returns_elements(share):
+            update, captured = slot.view(2, -1)
+            ends = accumulate((piece.numel for piece in share.pieces), initial=0)
+            return update, captured, list(ends)[:-1]
+        u, v, core = update_parts(entry.scheme, shape, share, slot)
+        if entry.scheme == "factors":
+            u = mail.incoming(Round.BASIS, entry.index, owner)
+        factors = u.view(-1, shape.rank), v.view(-1, shape.rank), core.view(shape.rank, -1)
+        update, captured = products(shape, *factors)
+        mail.hold(captured.numel() + update.numel())
+        return update.view(-1), captured.view(-1), [piece.offset for piece in share.pieces]
 
     def _range(self, entry: HeldMatrix) -> MatrixRange:
         found = self.ranges[entry.parameter]
@@ -317,16 +340,6 @@ class _Step:
         return self.right_factors[name].to(
             torch.float64 if self.plan.itemsize == 8 else torch.float32
         )
-
-
-def u_spans(shape: FactorShape, share: Share) -> Spans:
-    """Rows of U that a share meets."""
-    return ((share.col, share.cols),) if shape.transposed else share.runs
-
-
-def v_spans(shape: FactorShape, share: Share) -> Spans:
-    """Rows of V that a share meets."""
-    return share.runs if shape.transposed else ((share.col, share.cols),)
 
 
 def _sources(owned: Sequence[OwnedMatrix], scheme: str) -> Iterator[tuple[OwnedMatrix, Share]]:
@@ -342,28 +355,11 @@ def _by_shape(owned: Sequence[OwnedMatrix]) -> list[list[OwnedMatrix]]:
     return list(groups.values())
 
 
-def _parts(
-    scheme: str, shape: FactorShape, share: Share, slot: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The slot of an update message as U (empty in the factor scheme), V, core."""
-    u = shape.u_len(share) * shape.rank if scheme == "matrix" else 0
-    v = shape.v_len(share) * shape.rank
-    return slot[:u], slot[u : u + v], slot[u + v :]
-
-
-def _take(slot: torch.Tensor, factor: torch.Tensor, spans: Spans) -> None:
-    """Copy rows of a factor into a slot, run after run."""
-    rows = slot.view(-1, factor.shape[1])
-    first = 0
-    for start, count in spans:
-        rows[first : first + count].copy_(factor[start : start + count])
-        first += count
-
-
-def _add(factor: torch.Tensor, part: torch.Tensor, spans: Spans) -> None:
-    """Add the rows of a slot to those of a factor: partial sums of several holders."""
-    rows = part.view(-1, factor.shape[1])
-    first = 0
-    for start, count in spans:
-        factor[start : start + count].add_(rows[first : first + count])
-        first += count
+def _by_return(entry: OwnedMatrix) -> tuple[list[Share], list[Share]]:
+    """Shares that get factors back, and those that get elements of the products."""
+    factored: list[Share] = []
+    whole: list[Share] = []
+    for share in entry.shares:
+        elements = entry.scheme == "matrix" and entry.shape.returns_elements(share)
+        (whole if elements else factored).append(share)
+    return factored, whole

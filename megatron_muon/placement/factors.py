@@ -9,8 +9,11 @@ exchange of factors the owner and the holders take turns, five messages for a wh
     RESPONSE  holders -> owner   their part of Bᵀ U
     UPDATE    owner -> holders   the new V and the r x r core C, with W = V C
 
-In an exchange of matrices the holders send B itself in SOURCE, and U, V and C come back in UPDATE.
-Further copies of a parameter that is replicated over TP send nothing and receive the same.
+In an exchange of matrices the holders send B itself in SOURCE. In UPDATE each gets its rows of U, V
+and C back, or, where that is less, its elements of U Vᵀ and U Wᵀ: a holder of few rows needs nearly
+the whole factor of the other side. So a matrix costs no more than 1.5 times what it costs in Muon,
+at any number of ranks. Further copies of a parameter that is replicated over TP send nothing and
+receive the same.
 """
 
 from __future__ import annotations
@@ -70,6 +73,14 @@ class FactorShape:
         """Rows of V that a share meets."""
         return share.rows if self.transposed else share.cols
 
+    def factor_elements(self, share: Share) -> int:
+        """Elements of the rows of U and V that a share meets, and of C."""
+        return (self.u_len(share) + self.v_len(share) + self.rank) * self.rank
+
+    def returns_elements(self, share: Share) -> bool:
+        """Whether a holder that sent B gets elements of the products back, not factors."""
+        return 2 * share.numel < self.factor_elements(share)
+
 
 def factor_shape(shape: tuple[int, int], rank: int) -> FactorShape:
     """Orientation of an (m, n) matrix: V lies on the columns unless there are fewer rows."""
@@ -83,7 +94,8 @@ def message_elements(where: Round, scheme: Scheme, shape: FactorShape, share: Sh
     if scheme == "matrix":
         if where is Round.SOURCE:
             return share.numel if share.is_source else 0
-        return u + v + r * r if where is Round.UPDATE else 0
+        back = 2 * share.numel if shape.returns_elements(share) else shape.factor_elements(share)
+        return back if where is Round.UPDATE else 0
     elements = {
         Round.WARM: v if share.is_source else 0,
         Round.SOURCE: u if share.is_source else 0,
@@ -193,7 +205,7 @@ def _peaks(
                 here[owners[index]] += sum(
                     message_elements(where, schemes[index], shapes[index], share) for where in Round
                 ) * (share.rank != owners[index] or size > 1)
-            here[owners[index]] += owned_elements(schemes[index], shapes[index])
+            here[owners[index]] += owned_elements(schemes[index], shapes[index], held[index])
         peaks = [max(peak, a + b) for peak, a, b in zip(peaks, before, here, strict=True)]
         before = here
     return peaks
@@ -202,13 +214,20 @@ def _peaks(
 def held_elements(scheme: Scheme, shape: FactorShape, share: Share) -> int:
     """Elements that a holder allocates for a matrix: messages, padded rows, the two products."""
     messages = sum(message_elements(where, scheme, shape, share) for where in Round)
-    padded = share.rows * share.cols * (scheme == "factors" and share.is_source)
-    return messages + padded + 2 * share.rows * share.cols
+    padded = share.rows * share.cols
+    if scheme == "matrix":
+        return messages + (0 if shape.returns_elements(share) else 2 * padded)
+    return messages + padded * (2 + share.is_source)
 
 
-def owned_elements(scheme: Scheme, shape: FactorShape) -> int:
-    """Elements that an owner allocates for a matrix but for messages: B, P, U, W, V, kept V, C."""
+def owned_elements(scheme: Scheme, shape: FactorShape, held: Iterable[Share]) -> int:
+    """Elements that an owner allocates for a matrix but for messages.
+
+    P, U, W, V, kept V and C; of a matrix that came whole B, and both products if they are sent.
+    """
     whole = shape.long * shape.short * (scheme == "matrix")
+    if scheme == "matrix" and any(shape.returns_elements(share) for share in held):
+        whole *= 3
     return whole + (2 * shape.long + 3 * shape.short) * shape.rank + shape.rank**2
 
 

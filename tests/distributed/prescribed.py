@@ -128,7 +128,8 @@ def parts(entry: Whole, split: SplitMode) -> list[torch.Tensor]:
         kinds = qkv_parts(GROUPS, HEADS, HEAD_DIM)
         if split == "parts":
             return kinds
-        return [head for kind in kinds for head in kind.split(HEAD_DIM)]
+        heads = [head for kind in kinds for head in kind.split(HEAD_DIM)]
+        return sorted(heads, key=lambda rows: int(rows[0]))
     return [rows for matrix in rows.chunk(entry.stacked) for rows in matrix.split(entry.blocks)]
 
 

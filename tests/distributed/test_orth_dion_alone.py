@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_muon.linalg.orthonormal import RightFactor
 from megatron_muon.matrices import logical_matrices
 from megatron_muon.optim.dion_rule import seeded_right_factor
+from megatron_muon.placement.factor_program import compile_factor_wave
 from tests.distributed.prescribed import (
     Whole,
     assemble,
@@ -21,6 +23,7 @@ from tests.distributed.prescribed import (
 )
 from tests.distributed.prescribed_dion import (
     DionSetting,
+    factor_plan_of,
     rule_of,
     run_dion_rank,
 )
@@ -84,9 +87,63 @@ def errors(
     return worst
 
 
-@pytest.mark.parametrize("kind", ["qr", "polar", "colnorm"])
-@pytest.mark.parametrize("scheme", ["factors", "matrix"])
-@pytest.mark.parametrize(("tp", "dp"), LAYOUTS)
+QUICK = [(1, 1, "factors"), (2, 2, "factors"), (4, 3, "matrix")]
+EVERY = [
+    pytest.param(*case, kind, marks=() if case in QUICK and kind == "qr" else pytest.mark.slow)
+    for case in ((*layout, scheme) for layout in LAYOUTS for scheme in ("factors", "matrix"))
+    for kind in ("qr", "polar", "colnorm")
+]
+
+
+@pytest.mark.parametrize(("tp", "dp", "scheme", "kind"), EVERY)
 def test_equals_one_process(ranks: Ranks, tp: int, dp: int, scheme: Any, kind: str) -> None:
     setting = DionSetting(tp=tp, dp=dp, dtype=torch.float64, scheme=scheme, right_factor=kind)
     assert errors(ranks, setting, model()) < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qr", "polar", "colnorm"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scale_mode": "spectral", "rank_compensation": True},
+        {"rank_fraction": 1.0, "momentum": 0.8, "split": "none"},
+        {"rank_fraction": 1e-9, "scale_mode": "match_rms_adamw", "split": "heads"},
+        {"rank_multiple_of": 8, "momentum": 0.0, "weight_decay": 0.0},
+    ],
+    ids=["scales", "full rank", "rank 1", "multiples"],
+)
+def test_every_setting_equals_one_process(ranks: Ranks, changes: dict[str, Any], kind: str) -> None:
+    setting = DionSetting(tp=2, dp=2, dtype=torch.float64, steps=8, right_factor=kind, **changes)
+    assert errors(ranks, setting, model()) < 1e-10
+
+
+def raw_signs(w: torch.Tensor, previous: torch.Tensor, kind: str) -> RightFactor:
+    """The well-known mistake, in place of ``linalg.right_factor``."""
+    v, core = torch.linalg.qr(w)
+    return RightFactor(update=v, kept=v, core=core)
+
+
+def test_raw_signs_are_told_from_the_method(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_muon.optim.orth_dion.right_factor", raw_signs)
+    setting = DionSetting(tp=2, dp=2, dtype=torch.float64, steps=3)
+    assert errors(ranks, setting, model()) > 1e-3
+
+
+@pytest.mark.parametrize("scheme", ["auto", "factors", "matrix"])
+@pytest.mark.parametrize(("tp", "dp"), [(2, 2), (1, 3)])
+def test_bytes_messages_and_peaks_are_those_of_the_plan(
+    ranks: Ranks, tp: int, dp: int, scheme: Any
+) -> None:
+    setting = DionSetting(tp=tp, dp=dp, dtype=torch.float32, steps=2, scheme=scheme, buffer_mb=0.1)
+    plan = factor_plan_of(setting, model())
+    assert len(plan.waves) > 2
+    results = ranks(tp * dp, run_dion_rank, setting, model())
+    rounds = sum(len(compile_factor_wave(plan, wave, 0).rounds) for wave in plan.waves)
+    for result, load in zip(results, plan.loads, strict=True):
+        for counters in result["counters"]:
+            assert counters.sent_bytes == load.sent_bytes
+            assert counters.received_bytes == load.received_bytes
+            assert counters.matrices == load.matrices
+            assert counters.messages == rounds
+            assert counters.peak_buffer_bytes <= load.peak_buffer_bytes <= 0.1 * 2**20
