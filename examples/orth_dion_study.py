@@ -56,10 +56,10 @@ class Contender:
 def contenders() -> list[Contender]:
     """AdamW, dmuon, and Orth-Dion at four ranks with three right factors (colnorm is Dion)."""
     found = [
-        Contender(name="AdamW", rates=(2e-3, 4e-3, 8e-3), matrix=None),
+        Contender(name="AdamW", rates=(5e-4, 1e-3, 2e-3, 4e-3), matrix=None),
         Contender(
             name="dmuon",
-            rates=(1e-2, 2e-2, 4e-2),
+            rates=(2.5e-3, 5e-3, 1e-2, 2e-2),
             matrix=MatrixConfig(scale_mode="match_rms_adamw", nesterov=True),
         ),
     ]
@@ -72,7 +72,7 @@ def contenders() -> list[Contender]:
             found.append(
                 Contender(
                     name=f"{name}, r = {fraction:g}",
-                    rates=(1e-2, 2e-2, 4e-2),
+                    rates=(2.5e-3, 5e-3, 1e-2, 2e-2),
                     matrix=MatrixConfig(
                         optimizer="orth_dion",
                         scale_mode="match_rms_adamw",

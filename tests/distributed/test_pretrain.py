@@ -1,4 +1,4 @@
-"""``--optimizer dmuon`` through ``megatron.training.pretrain``: hooks, flags, save and resume."""
+"""``--optimizer dmuon`` and ``orth_dion`` through ``megatron.training.pretrain``: hooks, flags, save and resume."""
 
 from __future__ import annotations
 
@@ -7,11 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.distributed.pretraining import pretrain
 
 Ranks = Callable[..., list[Any]]
 
 DMUON = ("--optimizer", "dmuon", "--muon-scale-mode", "match_rms_adamw")
+ORTH_DION = (
+    *("--optimizer", "orth_dion", "--orth-dion-rank-fraction", "0.5"),
+    *("--orth-dion-scale-mode", "match_rms_adamw", "--orth-dion-exchange", "factors"),
+)
 
 
 def pretrain_with_hooks(rank: int, *args: Any) -> tuple[list[float], dict[str, Any]]:
@@ -43,14 +49,15 @@ def pretrain_with_hooks(rank: int, *args: Any) -> tuple[list[float], dict[str, A
     }
 
 
-def test_resume_is_bit_equal(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [DMUON, ORTH_DION], ids=["dmuon", "orth_dion"])
+def test_resume_is_bit_equal(ranks: Ranks, tmp_path: Path, flags: tuple[str, ...]) -> None:
     """Six iterations at once, or three, a checkpoint, new processes, three more."""
     folders = [tmp_path / name for name in ("straight", "stopped", "resumed")]
     straight, stopped, resumed = folders
 
     def run(load: Path, save: Path, iterations: int) -> list[Any]:
         return ranks(
-            4, pretrain_with_hooks, load, save, 2, 1, iterations, DMUON, init_process_group=False
+            4, pretrain_with_hooks, load, save, 2, 1, iterations, flags, init_process_group=False
         )
 
     whole = run(straight, straight, 6)
@@ -61,7 +68,7 @@ def test_resume_is_bit_equal(ranks: Ranks, tmp_path: Path) -> None:
         assert facts == {
             "class": "MatrixChainedOptimizer",
             "optimizer": "adam",
-            "matrix_optimizer": "dmuon",
+            "matrix_optimizer": flags[1],
             "distributed": True,
             "steps": [6],
         }
