@@ -1,4 +1,4 @@
-"""``--optimizer dmuon`` and ``orth_dion`` through ``megatron.training.pretrain``: hooks, flags, save and resume."""
+"""Both optimizers through ``megatron.training.pretrain``: hooks, flags, save and resume."""
 
 from __future__ import annotations
 
