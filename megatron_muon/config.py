@@ -43,7 +43,10 @@ class MatrixConfig:
         split_heads: Every attention head of the split QKV and MLA projections as a matrix of its
             own (``--matrix-split-heads``).
         min_dim: Matrices with a shorter side go to Adam (``--matrix-min-dim``).
-        compute_dtype: ``auto``, ``fp32``, ``bf16`` or ``fp64`` (``--dmuon-compute-dtype``).
+        compute_dtype: ``auto``, ``fp64``, ``fp32``, ``fp16`` or ``bf16``
+            (``--dmuon-compute-dtype``).
+        exchange_dtype: What travels in dmuon's exchange: ``auto``, ``fp32`` or ``bf16``
+            (``--dmuon-exchange-dtype``).
         exchange_buffer_mb: Bound on exchange buffers and assembled matrices, MiB a rank
             (``--matrix-exchange-buffer-mb``).
         rank_fraction: Orth-Dion's rank over the smaller side (``--orth-dion-rank-fraction``).
@@ -77,6 +80,7 @@ class MatrixConfig:
     split_heads: bool = False
     min_dim: int = 32
     compute_dtype: str = "auto"
+    exchange_dtype: str = "auto"
     exchange_buffer_mb: float = 512.0
     rank_fraction: float = 0.25
     rank_multiple_of: int = 1

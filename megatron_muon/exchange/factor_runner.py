@@ -25,6 +25,7 @@ class WaveMail:
         self.rank = messenger.rank
         self._messenger = messenger
         self._received: dict[Round, torch.Tensor] = {}
+        self._buffers: list[torch.Tensor] = []
         self._held = 0
 
     def has(self, where: Round) -> bool:
@@ -33,8 +34,9 @@ class WaveMail:
 
     def buffer(self, *shape: int) -> torch.Tensor:
         """A buffer that counts until the wave is over."""
-        self._held += torch.Size(shape).numel()
-        return self._messenger.buffer(*shape)
+        buffer = self._messenger.buffer(*shape)
+        self._buffers.append(buffer)
+        return buffer
 
     def hold(self, numel: int) -> None:
         """Count elements that were allocated elsewhere, until the wave is over."""
@@ -60,7 +62,7 @@ class WaveMail:
         message = self.program.rounds[where].message
         flight = self._messenger.send(message, outbox)
         if flight.received is not outbox:
-            self._held += flight.received.numel()
+            self._buffers.append(flight.received)
         yield flight
         self._received[where] = flight.received
 
@@ -68,6 +70,8 @@ class WaveMail:
         """Give up everything that the wave held."""
         self._messenger.counters.matrices += len(self.program.owned)
         self._messenger.forget(self._held)
+        self._messenger.release(*self._buffers)
+        self._buffers.clear()
         self._received.clear()
         self._held = 0
 
@@ -99,7 +103,12 @@ class FactorExchange:
         self.dtype = dtype
         self.device = device
         self._messenger = Messenger(
-            size=plan.group.size, rank=rank, transport=transport, dtype=dtype, device=device
+            size=plan.group.size,
+            rank=rank,
+            transport=transport,
+            dtype=dtype,
+            device=device,
+            capacity=plan.loads[rank].peak_buffer_bytes // dtype.itemsize,
         )
         self._programs = tuple(compile_factor_wave(plan, wave, rank) for wave in plan.waves)
 
@@ -107,6 +116,11 @@ class FactorExchange:
     def counters(self) -> ExchangeCounters:
         """Counts of the last ``run``."""
         return self._messenger.counters
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of buffers that are held between steps."""
+        return self._messenger.reserved_bytes
 
     def run(self, wave: Callable[[WaveMail], Iterator[Flight]]) -> None:
         """One step: every wave from its first message to its last.

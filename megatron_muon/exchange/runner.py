@@ -49,7 +49,12 @@ class Exchange:
         self.plan = plan
         self.rank = rank
         self._messenger = Messenger(
-            size=plan.group.size, rank=rank, transport=transport, dtype=dtype, device=device
+            size=plan.group.size,
+            rank=rank,
+            transport=transport,
+            dtype=dtype,
+            device=device,
+            capacity=plan.loads[rank].peak_buffer_bytes // dtype.itemsize,
         )
         self._programs = tuple(compile_wave(plan, wave, rank) for wave in plan.waves)
 
@@ -57,6 +62,11 @@ class Exchange:
     def counters(self) -> ExchangeCounters:
         """Counts of the last ``run``."""
         return self._messenger.counters
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of buffers that are held between steps."""
+        return self._messenger.reserved_bytes
 
     def run(self, *, pack: PackFunction, compute: ComputeFunction, apply: ApplyFunction) -> None:
         """One step: every matrix is assembled at its owner, computed, and sent back.
@@ -82,7 +92,7 @@ class Exchange:
             updates = [compute(batch) for batch in batches]
             self.counters.matrices += sum(batch.shape[0] for batch in batches)
             back = self._send_back(program, updates)
-            self._messenger.forget(sum(batch.numel() for batch in batches))
+            self._messenger.release(*batches)
             del batches, updates
             if returning is not None:
                 self._land(*returning, apply)
@@ -102,7 +112,7 @@ class Exchange:
             [_patch_view(batches, p) for p in program.assembled],
             [_buffer_view(received, p) for p in program.assembled],
         )
-        self._messenger.forget(flight.numel)
+        self._messenger.release(*flight.buffers)
         return batches
 
     def _send_back(self, program: WaveProgram, updates: Sequence[torch.Tensor]) -> Flight:
@@ -116,7 +126,7 @@ class Exchange:
     def _land(self, program: WaveProgram, flight: Flight, apply: ApplyFunction) -> None:
         received = flight.land()
         apply(program.applied, [received[p.offset : p.offset + p.numel] for p in program.applied])
-        self._messenger.forget(flight.numel)
+        self._messenger.release(*flight.buffers)
 
 
 def _patch_view(batches: Sequence[torch.Tensor], patch: Patch) -> torch.Tensor:

@@ -18,6 +18,7 @@ from megatron_muon.integration.support import (
 )
 from megatron_muon.linalg import (
     COMPUTE_POLICIES,
+    EXCHANGE_POLICIES,
     RIGHT_FACTORS,
     SCALE_MODES,
     STATE_DTYPES,
@@ -106,6 +107,12 @@ def add_matrix_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         default=MatrixConfig.compute_dtype,
         choices=COMPUTE_POLICIES,
         help="Element type of the Newton-Schulz iteration; auto takes bf16 where it is fast.",
+    )
+    group.add_argument(
+        "--dmuon-exchange-dtype",
+        default=MatrixConfig.exchange_dtype,
+        choices=EXCHANGE_POLICIES,
+        help="Element type of what travels; auto is bf16 where the iteration has 16 bits.",
     )
     group.add_argument(
         "--matrix-exchange-buffer-mb",
@@ -242,6 +249,7 @@ def _read_settings(args: Any, optimizer: str) -> tuple[MatrixConfig, list[str]]:
         coefficients=attempt(parse_coefficients, args.dmuon_coefficients, None),
         num_ns_steps=args.muon_num_ns_steps,
         compute_dtype=args.dmuon_compute_dtype,
+        exchange_dtype=args.dmuon_exchange_dtype,
     ), problems
 
 

@@ -119,7 +119,8 @@ def _describe(settings: MatrixConfig, rule: MatrixRule) -> str:
         )
     return (
         f"{scaled}, {len(rule.schedule)} Newton-Schulz steps ({settings.coefficient_type}), "
-        f"computed in {_dtype_name(rule.compute_dtype)}, exchanged in fp32; momentum "
+        f"computed in {_dtype_name(rule.compute_dtype)}, exchanged in "
+        f"{_dtype_name(rule.exchange_dtype)}; momentum "
         f"{rule.momentum:g}{' (Nesterov)' if rule.nesterov else ''}"
     )
 

@@ -14,8 +14,8 @@ from megatron_muon.linalg import (
     STATE_DTYPES,
     coefficient_schedule,
     dion_flops,
-    newton_schulz_flops,
     resolve_compute_dtype,
+    resolve_exchange_dtype,
 )
 from megatron_muon.matrices import (
     LogicalMatrix,
@@ -25,10 +25,6 @@ from megatron_muon.matrices import (
 )
 from megatron_muon.optim import MuonRule, OrthDionRule
 from megatron_muon.placement import ExchangeGroup, Plan, make_factor_plan, make_plan
-
-EXCHANGE_DTYPE = torch.float32
-"""Masters and momenta are fp32, and so is what travels."""
-
 
 MatrixRule = MuonRule | OrthDionRule
 
@@ -63,6 +59,7 @@ def make_rule(settings: MatrixConfig, device: torch.device) -> MatrixRule:
         scale_mode=settings.scale_mode,
         extra_scale_factor=settings.extra_scale_factor,
         compute_dtype=compute_dtype,
+        exchange_dtype=resolve_exchange_dtype(settings.exchange_dtype, compute_dtype),
     )
 
 
@@ -98,14 +95,15 @@ def plan_stage(
         parameter = _sharded_parameter(entry, layout[entry.parameter.tensor], tp=tp, dp=dp)
         parameters.append(parameter)
         logical.extend(logical_matrices(parameter, split=entry.split))
+    device = next(p.device for chunk in model_chunks for p in chunk.parameters())
     group, buffer_bytes = ExchangeGroup(tp=tp, dp=dp), int(settings.exchange_buffer_mb * 2**20)
     if isinstance(rule, MuonRule):
         return make_plan(
             group=group,
             parameters=parameters,
             matrices=logical,
-            cost=lambda m, n: newton_schulz_flops(m, n, len(rule.schedule)),
-            itemsize=EXCHANGE_DTYPE.itemsize,
+            cost=lambda m, n: rule.cost(m, n, device),
+            itemsize=rule.exchange_dtype.itemsize,
             buffer_bytes=buffer_bytes,
         )
     _require_room_for_ranks(settings, logical)
@@ -115,7 +113,7 @@ def plan_stage(
         matrices=logical,
         rank=rule.rank,
         cost=lambda m, n: dion_flops(m, n, rule.rank(m, n)),
-        itemsize=EXCHANGE_DTYPE.itemsize,
+        itemsize=rule.exchange_dtype.itemsize,
         buffer_bytes=buffer_bytes,
         scheme=settings.exchange,
     )

@@ -37,6 +37,7 @@ OWN: dict[str, dict[str, Any]] = {
     "dmuon": {
         "--dmuon-coefficients": None,
         "--dmuon-compute-dtype": MatrixConfig.compute_dtype,
+        "--dmuon-exchange-dtype": MatrixConfig.exchange_dtype,
     },
     "orth_dion": {
         "--orth-dion-rank-fraction": MatrixConfig.rank_fraction,

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_muon.config import OPTIMIZERS, MatrixConfig
 from megatron_muon.linalg import (
     COMPUTE_POLICIES,
+    EXCHANGE_POLICIES,
     RIGHT_FACTORS,
     SCALE_MODES,
     STATE_DTYPES,
@@ -158,6 +159,11 @@ def setting_problems(settings: MatrixConfig) -> list[str]:
         problems.append(
             f"--dmuon-compute-dtype is '{settings.compute_dtype}'; supported are "
             f"{', '.join(COMPUTE_POLICIES)}"
+        )
+    if settings.exchange_dtype not in EXCHANGE_POLICIES:
+        problems.append(
+            f"--dmuon-exchange-dtype is '{settings.exchange_dtype}'; supported are "
+            f"{', '.join(EXCHANGE_POLICIES)}"
         )
     if not 0.0 < settings.exchange_buffer_mb < float("inf"):
         problems.append(

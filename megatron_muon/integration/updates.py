@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from megatron_muon.exchange import Exchange, ExchangeCounters, FactorExchange, GroupTransport
-from megatron_muon.integration.stage import EXCHANGE_DTYPE, MatrixRule
+from megatron_muon.integration.stage import MatrixRule
+from megatron_muon.linalg import Workspace
 from megatron_muon.optim import (
     MatrixRange,
     MuonRule,
@@ -43,19 +44,20 @@ class MatrixUpdate:
         self.rank = group.rank()
         self.right_factors: dict[str, torch.Tensor] = {}
         self._rule = rule
+        self._workspace = Workspace()
         transport = GroupTransport(group)
         self._exchange: Exchange | FactorExchange
         if isinstance(plan, FactorPlan):
             assert isinstance(rule, OrthDionRule)
             self._exchange = FactorExchange(
-                plan, rank=self.rank, transport=transport, dtype=EXCHANGE_DTYPE, device=device
+                plan, rank=self.rank, transport=transport, dtype=rule.exchange_dtype, device=device
             )
             self.right_factors = first_right_factors(
                 plan, self.rank, dtype=rule.state_dtype, device=device
             )
         else:
             self._exchange = Exchange(
-                plan, rank=self.rank, transport=transport, dtype=EXCHANGE_DTYPE, device=device
+                plan, rank=self.rank, transport=transport, dtype=rule.exchange_dtype, device=device
             )
 
     @property
@@ -71,7 +73,7 @@ class MatrixUpdate:
         """
         if isinstance(self._rule, MuonRule):
             assert isinstance(self._exchange, Exchange)
-            muon_step(self._rule, ranges, self._exchange)
+            muon_step(self._rule, ranges, self._exchange, self._workspace)
         else:
             assert isinstance(self._exchange, FactorExchange)
             orth_dion_step(self._rule, ranges, self._exchange, self.right_factors)

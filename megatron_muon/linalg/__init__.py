@@ -7,7 +7,13 @@ from megatron_muon.linalg.coefficients import (
     coefficient_schedule,
     parse_coefficients,
 )
-from megatron_muon.linalg.newton_schulz import newton_schulz, newton_schulz_flops
+from megatron_muon.linalg.newton_schulz import (
+    Segments,
+    carried_segments,
+    cheapest_segments,
+    newton_schulz,
+    newton_schulz_flops,
+)
 from megatron_muon.linalg.orthonormal import (
     RIGHT_FACTORS,
     RightFactor,
@@ -17,21 +23,29 @@ from megatron_muon.linalg.orthonormal import (
 )
 from megatron_muon.linalg.precision import (
     COMPUTE_POLICIES,
+    EXCHANGE_POLICIES,
     STATE_DTYPES,
     full_precision_matmul,
     resolve_compute_dtype,
+    resolve_exchange_dtype,
 )
 from megatron_muon.linalg.scales import SCALE_MODES, update_rms, update_scale
+from megatron_muon.linalg.workspace import Workspace
 
 __all__ = [
     "COEFFICIENT_SETS",
     "COMPUTE_POLICIES",
+    "EXCHANGE_POLICIES",
     "RIGHT_FACTORS",
     "SCALE_MODES",
     "STATE_DTYPES",
     "CoefficientSet",
     "RightFactor",
     "Schedule",
+    "Segments",
+    "Workspace",
+    "carried_segments",
+    "cheapest_segments",
     "coefficient_schedule",
     "dion_flops",
     "full_precision_matmul",
@@ -40,6 +54,7 @@ __all__ = [
     "orthonormal_basis",
     "parse_coefficients",
     "resolve_compute_dtype",
+    "resolve_exchange_dtype",
     "right_factor",
     "update_rms",
     "update_scale",

@@ -1,46 +1,83 @@
 """Orthogonalization of a batch of matrices by the quintic Newton-Schulz iteration.
 
 Shape letters: B matrices, each m×n before and after; inside, the smaller side comes first.
+
+With X₀ = x/‖x‖_F, m ≤ n, each step (a, b, c) of a schedule is, with A = X Xᵀ and Z = bA + cA²::
+
+    X ← (aI + Z) X
+
+so that x = U diag(σ) Vᵀ becomes U diag(p(σ/‖x‖_F)) Vᵀ, p the composition of the polynomials
+aσ + bσ³ + cσ⁵. A *segment* of L steps computes A once from X, carries it on as a polynomial of
+itself, and touches X again at its end only (the Gram form)::
+
+    Q = aI + Z,   then   A ← (aI + Z) A (aI + Z),  Q ← (aI + Z) Q   for each further step;   X ← Q X
+
+Segments of one step are the standard form. All products but Q X have symmetric results
+(``linalg.products``).
+
+Sources: Keller Jordan, "Muon" (2024); Gram Newton-Schulz with restarts: Dao-AILab,
+gram-newton-schulz (2026). The rule for restarts here is our own.
 """
 
+from __future__ import annotations
+
 from contextlib import nullcontext
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from megatron_muon.linalg.coefficients import Schedule
 from megatron_muon.linalg.precision import full_precision_matmul
+from megatron_muon.linalg.products import (
+    gram,
+    square_plus,
+    symmetric_addmm,
+    symmetric_product_flops,
+)
+from megatron_muon.linalg.workspace import Workspace
 
-_COMPUTE_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+_COMPUTE_DTYPES: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+Segments = tuple[Schedule, ...]
+"""A schedule, cut where A is computed anew."""
+
+# Rounding of A in directions where X has next to nothing grows by a² with each step that carries A
+# on. Up to this growth the result is as near to the exact one as that of the standard form for
+# random matrices, and within twice its distance for spectra that decay fast.
+_LARGEST_GROWTH: Final = 300.0
 
 
 @torch.no_grad()
 def newton_schulz(
-    x: Tensor, schedule: Schedule, *, compute_dtype: torch.dtype, out: Tensor | None = None
+    x: Tensor,
+    schedule: Schedule,
+    *,
+    compute_dtype: torch.dtype,
+    out: Tensor | None = None,
+    segments: Segments | None = None,
+    workspace: Workspace | None = None,
 ) -> Tensor:
     """Moves all singular values of each matrix towards 1, keeping the singular vectors.
 
-    With X₀ = x/‖x‖_F, oriented so that m ≤ n, each step (a, b, c) of the schedule does::
+    Every matrix of a batch is treated as if it were alone. A matrix of zeros gives zeros; a matrix
+    with an inf or nan gives nan throughout, and touches no other matrix. Nothing is read back to
+    the host.
 
-        A = X Xᵀ
-        X ← aX + (bA + cA²) X
-
-    so that x = U diag(σ) Vᵀ becomes U diag(p(σ/‖x‖_F)) Vᵀ, p the composition of the polynomials
-    aσ + bσ³ + cσ⁵. Every matrix of a batch is treated as if it were alone. A matrix of zeros gives
-    zeros; a matrix with an inf or nan gives nan throughout, and touches no other matrix. Nothing
-    is read back to the host.
-
-    Relative error (Frobenius) against that formula, measured on normal random matrices of 1×64 to
-    384×384: 1e-13 in float64, 3e-5 in float32, 7e-2 in bfloat16. The CANS set is ill-conditioned
-    for matrices of rank one (1e-10 in float64, 5e-3 in float32) and diverges in bfloat16.
+    Relative error (Frobenius) against the polynomial on the singular values, measured on normal
+    random matrices of 1×64 to 384×384: 1e-13 in float64, 3e-5 in float32, 5e-3 in float16, 7e-2 in
+    bfloat16. The CANS set is ill-conditioned for matrices of rank one (1e-10 in float64, 5e-3 in
+    float32) and diverges in bfloat16.
 
     Args:
         x: (B, m, n) or (m, n), any floating dtype, any strides. Not modified.
         schedule: Triples (a, b, c), see ``coefficient_schedule``.
-        compute_dtype: float64, float32 or bfloat16: dtype of the iterates and of the products.
-            float32 is true fp32 whatever torch's TF32 settings are. The normalization is done in
-            x's dtype, at least in float32, before any rounding to a narrower compute dtype.
+        compute_dtype: float64, float32, float16 or bfloat16: dtype of the iterates and of the
+            products. float32 is true fp32 whatever torch's TF32 settings are. The normalization is
+            done in x's dtype, at least in float32, before any rounding to a narrower dtype.
         out: Where to put the result: x's shape, dtype and device; may be x itself.
+        segments: The schedule as it is to be computed; None for what ``cheapest_segments`` says.
+        workspace: Memory to work in; with the same one again nothing is allocated.
 
     Returns:
         ``out``, or a new contiguous tensor of x's shape and dtype.
@@ -53,26 +90,70 @@ def newton_schulz(
     result = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     if x.numel() == 0:
         return result
-    tall = x.shape[-2] > x.shape[-1]
+    space = workspace or Workspace()
+    m, n = x.shape[-2:]
+    if segments is None:
+        segments = cheapest_segments(m, n, schedule, compute_dtype, x.device)
     batch = x.unsqueeze(0) if x.ndim == 2 else x
-    normalized = _normalize(batch.mT if tall else batch, compute_dtype)
+    normalized = _normalize(batch.mT if m > n else batch, compute_dtype, space)
     # Under the caller's settings fp32 may silently mean TF32: 1e-3 instead of 1e-6.
     with full_precision_matmul() if compute_dtype == torch.float32 else nullcontext():
-        orthogonal = _iterate(normalized, schedule)
-    result.copy_((orthogonal.mT if tall else orthogonal).view_as(x))
+        orthogonal = _iterate(normalized, segments, space)
+    result.copy_((orthogonal.mT if m > n else orthogonal).view_as(x))
     return result
 
 
-def newton_schulz_flops(m: int, n: int, steps: int) -> int:
-    """Returns the floating-point operations of ``steps`` iterations on one m×n matrix.
+def newton_schulz_flops(
+    m: int, n: int, segments: Segments, device: torch.device | None = None
+) -> int:
+    """Returns the floating-point operations of an iteration on one m×n matrix.
 
-    With m ≤ n after orientation: two products of 2m²n and one of 2m³ per step.
+    A segment of L steps has one product over n for A, one for X, and 4L − 3 of m³.
+
+    Args:
+        m: Rows.
+        n: Columns.
+        segments: The schedule as it is computed.
+        device: Where, which decides what a symmetric product saves; CPU by default.
     """
     small, large = sorted((m, n))
-    return steps * (4 * small**2 * large + 2 * small**3)
+    where = device or torch.device("cpu")
+    square = symmetric_product_flops(small, small, where)
+    once = symmetric_product_flops(small, large, where) + 2 * small**2 * large
+    return sum(once + (4 * len(segment) - 3) * square for segment in segments)
 
 
-def _normalize(x: Tensor, compute_dtype: torch.dtype) -> Tensor:
+def cheapest_segments(
+    m: int, n: int, schedule: Schedule, compute_dtype: torch.dtype, device: torch.device
+) -> Segments:
+    """Returns the schedule in the form with the fewest operations for an m×n matrix.
+
+    The choice follows from counts alone, so a run that is started again computes the same bits. In
+    bf16 it is always the standard form: carrying A on with 8 bits triples the error.
+    """
+    standard = tuple((step,) for step in schedule)
+    if compute_dtype == torch.bfloat16:
+        return standard
+    candidates = (standard, carried_segments(schedule))
+    return min(candidates, key=lambda segments: newton_schulz_flops(m, n, segments, device))
+
+
+def carried_segments(schedule: Schedule) -> Segments:
+    """Returns the longest segments whose rounding stays within the bound of this module."""
+    found: list[Schedule] = []
+    current: list[tuple[float, float, float]] = []
+    growth = 1.0
+    for step in schedule:
+        if current and growth * current[-1][0] ** 2 > _LARGEST_GROWTH:
+            found.append(tuple(current))
+            current, growth = [], 1.0
+        elif current:
+            growth *= current[-1][0] ** 2
+        current.append(step)
+    return (*found, tuple(current)) if current else tuple(found)
+
+
+def _normalize(x: Tensor, compute_dtype: torch.dtype, space: Workspace) -> Tensor:
     """Returns each matrix of x (B, m, n) over its Frobenius norm, contiguous.
 
     The largest entry is divided out first, so that squares neither overflow nor vanish: in fp32 the
@@ -80,27 +161,57 @@ def _normalize(x: Tensor, compute_dtype: torch.dtype) -> Tensor:
     exact zero is replaced.
     """
     wide = torch.promote_types(torch.promote_types(x.dtype, torch.float32), compute_dtype)
-    scaled: Tensor = x.to(wide)
+    shape = tuple(x.shape)
+    scaled = space.take("x", shape, dtype=wide, device=x.device)
+    scaled.copy_(x)
     largest: Tensor = torch.linalg.vector_norm(scaled, ord=torch.inf, dim=(-2, -1), keepdim=True)
     # masked_fill and not where: a scalar of where would be copied from the host.
     # A quotient, not a product with 1/largest: the reciprocal of a subnormal is inf.
-    scaled = scaled / largest.masked_fill(largest == 0, 1.0)
-    norm: Tensor = torch.linalg.vector_norm(scaled, dim=(-2, -1), keepdim=True)
+    scaled.div_(largest.masked_fill(largest == 0, 1.0))
+    # Rows first: a million squares in one fp32 sum are off by 3e-6, in all singular values alike.
+    rows: Tensor = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
     scaled.div_(norm.masked_fill(norm == 0, 1.0))
-    return scaled.to(compute_dtype).contiguous()
+    if wide == compute_dtype:
+        return scaled
+    return space.take("x", shape, dtype=compute_dtype, device=x.device).copy_(scaled)
 
 
-def _iterate(x: Tensor, schedule: Schedule) -> Tensor:
+def _iterate(x: Tensor, segments: Segments, space: Workspace) -> Tensor:
     """Runs the steps on x (B, m, n), m ≤ n; x serves as one of the two buffers of the iterates."""
-    gram = x.new_empty(x.shape[0], x.shape[1], x.shape[1])
-    polynomial = torch.empty_like(gram)
-    following = torch.empty_like(x)
-    for a, b, c in schedule:
-        torch.bmm(x, x.mT, out=gram)
-        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        torch.baddbmm(x, polynomial, x, beta=a, out=following)
+    batch, m, _ = x.shape
+
+    def square(name: str) -> Tensor:
+        return space.take(name, (batch, m, m), dtype=x.dtype, device=x.device)
+
+    following = space.take("following", tuple(x.shape), dtype=x.dtype, device=x.device)
+    a, z = square("a"), square("z")
+    for segment in segments:
+        gram(x, out=a)
+        if len(segment) == 1:
+            ((alpha, beta, gamma),) = segment
+            square_plus(a, alpha=gamma, beta=beta, out=z)
+            torch.baddbmm(x, z, x, beta=alpha, out=following)
+        else:
+            q = _carried(segment, a, z, square("y"), square("q"))
+            torch.bmm(q, x, out=following)
         x, following = following, x
     return x
+
+
+def _carried(segment: Schedule, a: Tensor, z: Tensor, y: Tensor, q: Tensor) -> Tensor:
+    """Q of a segment, from its A; all five are overwritten, and Q may lie in any but A."""
+    for index, (alpha, beta, gamma) in enumerate(segment):
+        square_plus(a, alpha=gamma, beta=beta, out=z)
+        if index + 1 < len(segment):
+            symmetric_addmm(a, z, a, beta=alpha, out=y)
+            symmetric_addmm(y, y, z, beta=alpha, out=a)
+        if index == 0:
+            q.copy_(z).diagonal(dim1=-2, dim2=-1).add_(alpha)
+        else:
+            symmetric_addmm(q, z, q, beta=alpha, out=y)
+            q, y = y, q
+    return q
 
 
 def _check(x: Tensor, compute_dtype: torch.dtype, out: Tensor | None) -> None:

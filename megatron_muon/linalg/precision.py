@@ -6,12 +6,19 @@ from typing import Any, Final
 
 import torch
 
-COMPUTE_POLICIES: Final = ("auto", "fp64", "fp32", "bf16")
+COMPUTE_POLICIES: Final = ("auto", "fp64", "fp32", "fp16", "bf16")
+
+EXCHANGE_POLICIES: Final = ("auto", "fp32", "bf16")
 
 STATE_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Element types in which a factor can be kept between steps."""
 
-_EXPLICIT: Final = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+_EXPLICIT: Final = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
 
 # First NVIDIA generation with bf16 tensor cores (Ampere).
 _FIRST_BF16_CAPABILITY: Final = (8, 0)
@@ -30,7 +37,7 @@ def resolve_compute_dtype(policy: str, device: torch.device) -> torch.dtype:
         device: Where the matrices live.
 
     Returns:
-        float64, float32 or bfloat16.
+        float64, float32, float16 or bfloat16.
 
     Raises:
         ValueError: Unknown policy.
@@ -46,6 +53,29 @@ def resolve_compute_dtype(policy: str, device: torch.device) -> torch.dtype:
             f"--dmuon-compute-dtype {policy} is unknown; supported are "
             f"{', '.join(COMPUTE_POLICIES)}. Type for example --dmuon-compute-dtype auto."
         )
+    return _EXPLICIT[policy]
+
+
+def resolve_exchange_dtype(policy: str, compute_dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which matrices and their updates travel.
+
+    ``auto`` is bf16 where the products are of 16 bits, whose rounding is larger than that of what
+    travels, and fp32 otherwise. Never fp16: gradients may be smaller than its smallest number.
+
+    Args:
+        policy: One of ``EXCHANGE_POLICIES``.
+        compute_dtype: That of the Newton-Schulz products.
+
+    Raises:
+        ValueError: Unknown policy.
+    """
+    if policy not in EXCHANGE_POLICIES:
+        raise ValueError(
+            f"--dmuon-exchange-dtype {policy} is unknown; supported are "
+            f"{', '.join(EXCHANGE_POLICIES)}. Type for example --dmuon-exchange-dtype auto."
+        )
+    if policy == "auto":
+        return torch.bfloat16 if compute_dtype.itemsize == 2 else torch.float32
     return _EXPLICIT[policy]
 
 

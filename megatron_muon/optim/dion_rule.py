@@ -54,6 +54,11 @@ class OrthDionRule:
             )
         update_scale(self.scale_mode, 1, 1)
 
+    @property
+    def exchange_dtype(self) -> torch.dtype:
+        """Element type of what travels: a factor in bf16 would be 1e-3 from orthonormal."""
+        return torch.float32
+
     def rank(self, m: int, n: int) -> int:
         """Returns r of a whole m x n matrix, at least 1 and at most min(m, n)."""
         smaller, multiple = min(m, n), self.rank_multiple_of

@@ -20,7 +20,13 @@ from dataclasses import dataclass
 import torch
 
 from megatron_muon.exchange import Exchange
-from megatron_muon.linalg import newton_schulz, update_scale
+from megatron_muon.linalg import (
+    Workspace,
+    cheapest_segments,
+    newton_schulz,
+    newton_schulz_flops,
+    update_scale,
+)
 from megatron_muon.placement.program import Piece
 
 
@@ -35,6 +41,7 @@ class MuonRule:
         scale_mode: Name of s(m, n), see ``linalg.scales``.
         extra_scale_factor: Further factor on the update.
         compute_dtype: Element type of the iteration.
+        exchange_dtype: Element type of what travels, and of the assembled matrices.
     """
 
     momentum: float
@@ -43,15 +50,27 @@ class MuonRule:
     scale_mode: str
     extra_scale_factor: float
     compute_dtype: torch.dtype
+    exchange_dtype: torch.dtype = torch.float32
 
     def scale(self, m: int, n: int) -> float:
         """``extra · s(m, n)``, the factor of the orthogonalized matrix."""
         return self.extra_scale_factor * update_scale(self.scale_mode, m, n)
 
-    def update(self, matrices: torch.Tensor) -> torch.Tensor:
+    def cost(self, m: int, n: int, device: torch.device) -> int:
+        """Operations of the orthogonalization of one m x n matrix."""
+        segments = cheapest_segments(m, n, self.schedule, self.compute_dtype, device)
+        return newton_schulz_flops(m, n, segments, device)
+
+    def update(self, matrices: torch.Tensor, workspace: Workspace) -> torch.Tensor:
         """``extra · s(m, n) · NewtonSchulz(B)`` for a batch (B, m, n), written over it."""
         _, m, n = matrices.shape
-        newton_schulz(matrices, self.schedule, compute_dtype=self.compute_dtype, out=matrices)
+        newton_schulz(
+            matrices,
+            self.schedule,
+            compute_dtype=self.compute_dtype,
+            out=matrices,
+            workspace=workspace,
+        )
         return matrices.mul_(self.scale(m, n))
 
 
@@ -75,14 +94,21 @@ class MatrixRange:
 
 
 @torch.no_grad()
-def muon_step(rule: MuonRule, ranges: Sequence[MatrixRange | None], exchange: Exchange) -> None:
+def muon_step(
+    rule: MuonRule,
+    ranges: Sequence[MatrixRange | None],
+    exchange: Exchange,
+    workspace: Workspace | None = None,
+) -> None:
     """One step of all matrices of a stage.
 
     Args:
         rule: Hyper-parameters.
         ranges: For each parameter of the plan this rank's range, None where it owns no element.
         exchange: The plan's exchange; entered also by a rank that owns nothing.
+        workspace: Memory of the orthogonalization, kept from step to step.
     """
+    space = workspace or Workspace()
     owned = [r for r in ranges if r is not None]
     if owned:
         torch._foreach_lerp_(
@@ -107,8 +133,13 @@ def muon_step(rule: MuonRule, ranges: Sequence[MatrixRange | None], exchange: Ex
             torch._foreach_copy_(list(views), momenta)
             return
         grads = [r.grad[p.start : p.start + p.numel] for r, p in zip(held, pieces, strict=True)]
-        torch._foreach_copy_(list(views), grads)
-        torch._foreach_lerp_(list(views), momenta, rule.momentum)
+        if views[0].dtype == momenta[0].dtype:
+            torch._foreach_copy_(list(views), grads)
+            torch._foreach_lerp_(list(views), momenta, rule.momentum)
+        else:
+            # What travels is narrower: rounded once, after the sum.
+            ahead = torch._foreach_lerp(grads, momenta, rule.momentum)
+            torch._foreach_copy_(list(views), list(ahead))
 
     def apply(pieces: Sequence[Piece], views: Sequence[torch.Tensor]) -> None:
         by_lr: dict[float, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -120,4 +151,4 @@ def muon_step(rule: MuonRule, ranges: Sequence[MatrixRange | None], exchange: Ex
         for lr, (targets, updates) in by_lr.items():
             torch._foreach_add_(targets, updates, alpha=-lr)
 
-    exchange.run(pack=pack, compute=rule.update, apply=apply)
+    exchange.run(pack=pack, compute=lambda matrices: rule.update(matrices, space), apply=apply)

@@ -268,6 +268,7 @@ def test_settings_and_their_defaults_are_frozen() -> None:
         "split_heads": False,
         "min_dim": 32,
         "compute_dtype": "auto",
+        "exchange_dtype": "auto",
         "exchange_buffer_mb": 512.0,
         "rank_fraction": 0.25,
         "rank_multiple_of": 1,
@@ -316,6 +317,7 @@ def test_flags_are_frozen() -> None:
         "--orth-dion-exchange": ("orth_dion_exchange", "auto"),
         "--dmuon-coefficients": ("dmuon_coefficients", None),
         "--dmuon-compute-dtype": ("dmuon_compute_dtype", "auto"),
+        "--dmuon-exchange-dtype": ("dmuon_exchange_dtype", "auto"),
         "--matrix-exchange-buffer-mb": ("matrix_exchange_buffer_mb", 512.0),
     }
     assert actions["--optimizer"].choices == ["adam", "muon", "dmuon", "orth_dion"]

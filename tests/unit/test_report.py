@@ -189,7 +189,7 @@ def test_the_update_is_described(nesterov: bool) -> None:
     (line,) = (line for line in lines if line.startswith("update: "))
     assert line == (
         "update: spectral scale x 0.2, 5 Newton-Schulz steps (quintic), computed in bfloat16, "
-        "exchanged in fp32; momentum 0.9" + (" (Nesterov)" if nesterov else "")
+        "exchanged in float32; momentum 0.9" + (" (Nesterov)" if nesterov else "")
     )
 
 

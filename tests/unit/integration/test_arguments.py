@@ -271,7 +271,11 @@ OF_ORTH_DION = [
     "--orth-dion-state-dtype bf16",
     "--orth-dion-exchange matrix",
 ]
-OF_DMUON = ["--dmuon-coefficients 1,2,3", "--dmuon-compute-dtype bf16"]
+OF_DMUON = [
+    "--dmuon-coefficients 1,2,3",
+    "--dmuon-compute-dtype bf16",
+    "--dmuon-exchange-dtype bf16",
+]
 OF_BOTH = [
     "--matrix-no-split-mla",
     "--matrix-no-split-ssm",
@@ -405,7 +409,8 @@ EVERYTHING = (
     "--muon-momentum 0.8 --muon-nesterov --muon-scale-mode match_rms_adamw "
     "--muon-extra-scale-factor 0.5 --muon-coefficient-type custom --muon-num-ns-steps 4 "
     "--muon-no-split-qkv --matrix-no-split-gate-up --dmuon-coefficients 3,-2.5,0.5;1.5,-0.5,0 "
-    "--dmuon-compute-dtype fp32 --matrix-exchange-buffer-mb 64.5 --matrix-lr 0.02 "
+    "--dmuon-compute-dtype fp32 --dmuon-exchange-dtype bf16 --matrix-exchange-buffer-mb 64.5 "
+    "--matrix-lr 0.02 "
     "--matrix-min-lr 0.002 --matrix-weight-decay 0.3 --matrix-rule *.a:lr_mult=2 "
     "--matrix-rule *.b:optimizer=adam --matrix-no-split-mla --matrix-no-split-ssm "
     "--matrix-split-heads --matrix-min-dim 8"
@@ -435,6 +440,7 @@ def test_every_setting_is_read_from_its_flag(parse: Parse, tmp_path: Path) -> No
         split_heads=True,
         min_dim=8,
         compute_dtype="fp32",
+        exchange_dtype="bf16",
         exchange_buffer_mb=64.5,
         lr=0.02,
         min_lr=0.002,

@@ -7,8 +7,12 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_muon.linalg import COEFFICIENT_SETS, coefficient_schedule, newton_schulz
-from megatron_muon.linalg import newton_schulz_flops as flops
+from megatron_muon.linalg import (
+    COEFFICIENT_SETS,
+    carried_segments,
+    coefficient_schedule,
+    newton_schulz,
+)
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
@@ -226,8 +230,8 @@ def test_the_gram_matrix_is_that_of_the_smaller_side(shape):
     with Operations() as ran:
         newton_schulz(random(shape), QUINTIC, compute_dtype=FP64)
     grams = [size for name, size in zip(ran.names, ran.sizes, strict=True) if ".bmm" in name]
-    assert len(grams) == len(QUINTIC)
-    assert {size[-2:] for size in grams} == {(4, 4)}
+    assert {size[-2:] for size in grams if size[-1] == size[-2]} == {(4, 4)}
+    assert sum(size[-1] == size[-2] for size in grams) >= len(carried_segments(QUINTIC))
 
 
 @pytest.mark.parametrize("shape", [(8, 12), (12, 8), (2, 12, 8)], ids=str)
@@ -286,17 +290,11 @@ def test_what_is_no_batch_of_float_matrices_is_refused(x):
 
 
 def test_other_compute_dtypes_are_refused():
-    with pytest.raises(ValueError, match=r"not in torch\.float16"):
-        newton_schulz(torch.ones(2, 2), QUINTIC, compute_dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"not in torch\.int8"):
+        newton_schulz(torch.ones(2, 2), QUINTIC, compute_dtype=torch.int8)
 
 
 @pytest.mark.parametrize("out", [torch.ones(3, 2), torch.ones(2, 3, dtype=FP64)])
 def test_an_out_that_does_not_match_is_refused(out):
     with pytest.raises(ValueError, match="it must be as the input"):
         newton_schulz(torch.ones(2, 3), QUINTIC, compute_dtype=FP32, out=out)
-
-
-def test_flops_count_the_three_products_of_each_step():
-    m, n, steps = 3, 5, 7
-    gram, square, apply = 2 * m * m * n, 2 * m**3, 2 * m * m * n
-    assert flops(m, n, steps) == flops(n, m, steps) == steps * (gram + square + apply)

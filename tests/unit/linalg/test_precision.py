@@ -5,9 +5,11 @@ import torch
 
 from megatron_muon.linalg import (
     COMPUTE_POLICIES,
+    EXCHANGE_POLICIES,
     full_precision_matmul,
     precision,
     resolve_compute_dtype,
+    resolve_exchange_dtype,
 )
 
 CPU = torch.device("cpu")
@@ -33,7 +35,12 @@ def legacy_setting(request):
 @pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
 @pytest.mark.parametrize(
     ("policy", "dtype"),
-    [("fp64", torch.float64), ("fp32", torch.float32), ("bf16", torch.bfloat16)],
+    [
+        ("fp64", torch.float64),
+        ("fp32", torch.float32),
+        ("fp16", torch.float16),
+        ("bf16", torch.bfloat16),
+    ],
 )
 def test_an_explicit_policy_holds_on_every_device(policy, dtype, device):
     assert resolve_compute_dtype(policy, device) == dtype
@@ -66,9 +73,30 @@ def test_auto_elsewhere_is_fp32(device):
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="--dmuon-compute-dtype fp16 is unknown") as error:
-        resolve_compute_dtype("fp16", CPU)
+    with pytest.raises(ValueError, match="--dmuon-compute-dtype fp8 is unknown") as error:
+        resolve_compute_dtype("fp8", CPU)
     assert all(policy in str(error.value) for policy in COMPUTE_POLICIES)
+
+
+@pytest.mark.parametrize(
+    ("policy", "compute", "dtype"),
+    [
+        ("auto", torch.bfloat16, torch.bfloat16),
+        ("auto", torch.float16, torch.bfloat16),
+        ("auto", torch.float32, torch.float32),
+        ("auto", torch.float64, torch.float32),
+        ("fp32", torch.bfloat16, torch.float32),
+        ("bf16", torch.float32, torch.bfloat16),
+    ],
+)
+def test_what_travels_is_as_narrow_as_the_products(policy, compute, dtype):
+    assert resolve_exchange_dtype(policy, compute) == dtype
+
+
+def test_an_unknown_exchange_dtype_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="--dmuon-exchange-dtype fp16 is unknown") as error:
+        resolve_exchange_dtype("fp16", torch.float16)
+    assert all(policy in str(error.value) for policy in EXCHANGE_POLICIES)
 
 
 def test_reduced_precision_is_off_inside_and_back_afterwards(legacy_setting):

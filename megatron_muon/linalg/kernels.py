@@ -1,0 +1,95 @@
+"""Kernels for symmetric products on CUDA: optional, and trusted only after a check against torch.
+
+The one known is Emerging-Optimizers' Triton ``tsyrk_ex`` (bf16, devices of capability 9.0 and
+later, ``pip install 'emerging-optimizers>=0.3'``). It computes the tiles on and below the diagonal
+and writes each twice, which halves the work of X Xᵀ and of A².
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+SyrkFunction = Callable[..., Tensor]
+"""``f(a, c, alpha=…, beta=…)`` gives alpha A Aᵀ + beta C of one matrix."""
+
+# Below it the launch of a kernel for every matrix costs more than half of a batched product.
+_SMALLEST_SIDE: Final = 512
+
+# Rounding of a bf16 result is 2⁻⁹ of each element; a wrong tile is off by its whole size.
+_CHECK_TOLERANCE: Final = 1e-2
+
+# First generation with the tensor descriptors that the kernel loads through.
+_FIRST_CAPABILITY: Final = (9, 0)
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SymmetricKernel:
+    """A kernel that passed its check.
+
+    Attributes:
+        name: For reports.
+        function: The kernel.
+    """
+
+    name: str
+    function: SyrkFunction
+
+    def takes(self, x: Tensor) -> bool:
+        """Whether matrices x (B, m, n) are large, contiguous and aligned as the kernel needs."""
+        m, n = x.shape[-2:]
+        return min(m, n) >= _SMALLEST_SIDE and m % 8 == n % 8 == 0 and x.is_contiguous()
+
+    def __call__(
+        self, a: Tensor, c: Tensor | None, *, alpha: float, beta: float, out: Tensor
+    ) -> None:
+        """``out`` (m, m) = alpha A Aᵀ + beta C."""
+        out.copy_(self.function(a, c, alpha=alpha, beta=beta))
+
+
+@lru_cache(maxsize=16)
+def symmetric_kernel(device: torch.device, dtype: torch.dtype) -> SymmetricKernel | None:
+    """The kernel for a device and dtype, checked at its first use; None where there is none."""
+    if device.type != "cuda" or dtype != torch.bfloat16:
+        return None
+    if torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
+        return None
+    try:
+        from emerging_optimizers.triton_kernels import tsyrk_ex
+    except (ImportError, AttributeError):
+        return None
+    return checked(SymmetricKernel(name="emerging-optimizers tsyrk_ex", function=tsyrk_ex), device)
+
+
+def checked(kernel: SymmetricKernel, device: torch.device) -> SymmetricKernel | None:
+    """The kernel if it agrees with torch's products on ``device``, otherwise None, with a warning.
+
+    Called once a device and process, before the first step, so that reading back is no concern.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for m, n in ((_SMALLEST_SIDE, 640), (640, _SMALLEST_SIDE), (768, 768)):
+        drawn = torch.randn(m, n, generator=generator) / n**0.5
+        x = drawn.to(device=device, dtype=torch.bfloat16)
+        c = (x.float() @ x.float().T).to(torch.bfloat16)
+        expected = 0.5 * (x.float() @ x.float().T) - 2.0 * c.float()
+        out = torch.empty_like(c)
+        try:
+            kernel(x, c, alpha=0.5, beta=-2.0, out=out)
+        except Exception as error:
+            _log.warning("%s fails here (%s); plain products are used.", kernel.name, error)
+            return None
+        off = float((out.float() - expected).norm() / expected.norm())
+        if not off < _CHECK_TOLERANCE:
+            _log.warning(
+                "%s is off by %.1e at %dx%d here; plain products are used.", kernel.name, off, m, n
+            )
+            return None
+    return kernel

@@ -1,0 +1,89 @@
+"""Products of batches of matrices whose result is known to be symmetric.
+
+On CPU a large one is computed block row by block row up to the diagonal and mirrored, which saves
+up to half of its operations. On CUDA a kernel does the same inside (``linalg.kernels``), where
+there is one; otherwise it is a plain product.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from megatron_muon.linalg.kernels import symmetric_kernel
+
+# Rows of a block: products of 128 rows run at the speed of large ones (measured on an EPYC at 512
+# and 2048 columns: 1.0; 64 rows: 0.75).
+BLOCK_ROWS = 128
+
+
+def block_rows(m: int, device: torch.device) -> tuple[tuple[int, int], ...]:
+    """(first, end) of the block rows in which a symmetric m×m product is computed."""
+    count = max(1, m // BLOCK_ROWS) if device.type == "cpu" else 1
+    cuts = [m * i // count for i in range(count + 1)]
+    return tuple(itertools.pairwise(cuts))
+
+
+def symmetric_product_flops(m: int, n: int, device: torch.device) -> int:
+    """Operations of an m×m product over n, when ``device`` computes it."""
+    return sum(2 * n * (end - start) * end for start, end in block_rows(m, device))
+
+
+def gram(x: Tensor, out: Tensor) -> None:
+    """``out`` (B, m, m) = X Xᵀ of x (B, m, n)."""
+    kernel = symmetric_kernel(x.device, x.dtype)
+    if kernel is not None and kernel.takes(x):
+        for one, result in zip(x, out, strict=True):
+            kernel(one, None, alpha=1.0, beta=0.0, out=result)
+        return
+    rows = block_rows(x.shape[-2], x.device)
+    if len(rows) == 1:
+        torch.bmm(x, x.mT, out=out)
+        return
+    for one, result in zip(x, out, strict=True):
+        for start, end in rows:
+            torch.mm(one[start:end], one[:end].T, out=result[start:end, :end])
+    _mirror(out, rows)
+
+
+def square_plus(a: Tensor, *, alpha: float, beta: float, out: Tensor) -> None:
+    """``out`` (B, m, m) = beta A + alpha A² of symmetric a (B, m, m)."""
+    kernel = symmetric_kernel(a.device, a.dtype)
+    if kernel is not None and kernel.takes(a):
+        for one, result in zip(a, out, strict=True):
+            kernel(one, one, alpha=alpha, beta=beta, out=result)
+        return
+    symmetric_addmm(a, a, a, beta=beta, alpha=alpha, out=out)
+
+
+def symmetric_addmm(
+    add: Tensor, a: Tensor, b: Tensor, *, beta: float, out: Tensor, alpha: float = 1.0
+) -> None:
+    """``out`` = beta C + alpha A B of ``add`` C, a and b, all symmetric (B, m, m); A, B commute.
+
+    ``out`` shares memory with none of them.
+    """
+    rows = block_rows(out.shape[-1], out.device)
+    if len(rows) == 1:
+        torch.baddbmm(add, a, b, beta=beta, alpha=alpha, out=out)
+        return
+    # One matrix after another: a strided batch is slower than its matrices here.
+    for c, left, right, result in zip(add, a, b, out, strict=True):
+        for start, end in rows:
+            torch.addmm(
+                c[start:end, :end],
+                left[start:end],
+                right[:, :end],
+                beta=beta,
+                alpha=alpha,
+                out=result[start:end, :end],
+            )
+    _mirror(out, rows)
+
+
+def _mirror(out: Tensor, rows: tuple[tuple[int, int], ...]) -> None:
+    """Copy what lies below the diagonal blocks to above them."""
+    for start, end in rows[1:]:
+        out[:, :start, start:end].copy_(out[:, start:end, :start].mT)
