@@ -15,11 +15,15 @@ OPTIMIZERS = ("dmuon", "orth_dion")
 """Values that we add to ``--optimizer``."""
 
 
+SCALE_MODE = {"dmuon": "spectral", "orth_dion": "shape_scaling"}
+"""Scale modes that the optimizers' learning rates are usually given for."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MatrixConfig:
     """Settings of the matrix optimizer.
 
-    Those of one optimizer have no effect on the other.
+    Settings that name the flag of one optimizer only have no effect on the other.
 
     Attributes:
         optimizer: ``dmuon`` or ``orth_dion``.
@@ -27,8 +31,9 @@ class MatrixConfig:
             μ (``--orth-dion-momentum``).
         nesterov: Nesterov momentum (``--muon-nesterov``).
         scale_mode: Scale of the update by the matrix's global shape (``--muon-scale-mode``,
-            ``--orth-dion-scale-mode``).
-        extra_scale_factor: Further factor on the update (``--muon-extra-scale-factor``).
+            ``--orth-dion-scale-mode``); empty for the optimizer's own, see ``SCALE_MODE``.
+        extra_scale_factor: Further factor on the update, of both optimizers
+            (``--muon-extra-scale-factor``).
         coefficient_type: Newton-Schulz coefficient set (``--muon-coefficient-type``).
         coefficients: The set itself when ``coefficient_type`` is ``custom``
             (``--dmuon-coefficients``).
@@ -68,7 +73,7 @@ class MatrixConfig:
     optimizer: str = "dmuon"
     momentum: float = 0.95
     nesterov: bool = False
-    scale_mode: str = "spectral"
+    scale_mode: str = ""
     extra_scale_factor: float = 1.0
     coefficient_type: str = "quintic"
     coefficients: tuple[tuple[float, float, float], ...] | None = None
@@ -92,3 +97,7 @@ class MatrixConfig:
     min_lr: float | None = None
     weight_decay: float | None = None
     rules: tuple[Rule, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.scale_mode:
+            object.__setattr__(self, "scale_mode", SCALE_MODE.get(self.optimizer, "spectral"))

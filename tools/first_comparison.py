@@ -344,7 +344,7 @@ class Contender:
             exchange = getattr(child, "exchange", None)
             if exchange is None:
                 continue
-            load = exchange.plan.loads[exchange.rank]
+            load = exchange.load
             assert load.flops == flops, (load.flops, flops)
             assert load.sent_bytes == exchange.counters.sent_bytes
             assert exchange.counters.messages == sum(

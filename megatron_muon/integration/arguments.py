@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from megatron_muon.config import OPTIMIZERS, MatrixConfig
-from megatron_muon.integration.stray_flags import ORTH_DION_SCALE_MODE, stray_flag_problems
+from megatron_muon.config import OPTIMIZERS, SCALE_MODE, MatrixConfig
+from megatron_muon.integration.stray_flags import stray_flag_problems
 from megatron_muon.integration.support import (
     ConfigurationError,
     coefficient_problems,
@@ -152,7 +152,7 @@ def _add_orth_dion_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--orth-dion-scale-mode",
-        default=ORTH_DION_SCALE_MODE,
+        default=SCALE_MODE["orth_dion"],
         choices=tuple(SCALE_MODES),
         help="Scale of the update by the matrix's global shape.",
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -186,6 +186,7 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
         Learning rates, weight decay and rules may differ from those of the saved run: the current
         ones hold. State is matched by parameter name, so a group carries nothing but numbers.
         """
+        _require_same_optimizer(self.optimizer.param_groups, state_dict["optimizer"])
         self.optimizer.initialize_state(self.config)
         saved = state_dict["optimizer"]["param_groups"]
         groups = [_resumed_group(group, saved) for group in self.optimizer.param_groups]
@@ -314,6 +315,24 @@ class MatrixChainedOptimizer(ChainedOptimizer):
             return False
         stepped: bool = super().step_with_ready_grads()
         return stepped
+
+
+def _require_same_optimizer(current: Sequence[dict[str, Any]], saved: Mapping[str, Any]) -> None:
+    """Refuse the state of another optimizer: a momentum of the same name means another thing.
+
+    Raises:
+        ValueError: The saved matrices were trained by another optimizer than ours are.
+    """
+    ours = {group[MATRIX_GROUP_KEY] for group in current if group.get(MATRIX_GROUP_KEY)}
+    theirs = {g[MATRIX_GROUP_KEY] for g in saved["param_groups"] if g.get(MATRIX_GROUP_KEY)}
+    if ours and theirs != ours:
+        found = ", ".join(sorted(theirs)) or "an optimizer without matrices (Adam)"
+        wanted = ", ".join(sorted(ours))
+        raise ValueError(
+            f"the checkpoint holds optimizer state of {found}, and this run is --optimizer "
+            f"{wanted}: type --optimizer {min(theirs, default='adam')} to go on with it, or "
+            "--no-load-optim to start the optimizer anew from its weights"
+        )
 
 
 def _resumed_group(current: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_muon.config import MatrixConfig
-
-ORTH_DION_SCALE_MODE = "shape_scaling"
-"""√max(1, m/n): the scale that Orth-Dion's learning rates are usually given for."""
+from megatron_muon.config import SCALE_MODE, MatrixConfig
 
 MUON_DEFAULTS: dict[str, Any] = {
     "--muon-momentum": 0.9,
@@ -44,7 +41,7 @@ OWN: dict[str, dict[str, Any]] = {
         "--orth-dion-rank-multiple-of": MatrixConfig.rank_multiple_of,
         "--orth-dion-momentum": MatrixConfig.momentum,
         "--orth-dion-right-factor": MatrixConfig.right_factor,
-        "--orth-dion-scale-mode": ORTH_DION_SCALE_MODE,
+        "--orth-dion-scale-mode": SCALE_MODE["orth_dion"],
         "--orth-dion-rank-compensation": False,
         "--orth-dion-state-dtype": MatrixConfig.state_dtype,
         "--orth-dion-exchange": MatrixConfig.exchange,

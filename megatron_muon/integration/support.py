@@ -99,8 +99,8 @@ _FLAG_PROBLEMS: tuple[tuple[Callable[[Any], bool], str], ...] = (
     (
         lambda a: a.muon_fp32_matmul_prec != "medium",
         (
-            "--muon-fp32-matmul-prec has no effect on {optimizer}: remove the flag (dmuon has "
-            "--dmuon-compute-dtype)"
+            "--muon-fp32-matmul-prec has no effect on {optimizer}: remove the flag (products are "
+            "fp32; those of dmuon by --dmuon-compute-dtype)"
         ),
     ),
     (
@@ -165,7 +165,7 @@ def setting_problems(settings: MatrixConfig) -> list[str]:
             f"--dmuon-exchange-dtype is '{settings.exchange_dtype}'; supported are "
             f"{', '.join(EXCHANGE_POLICIES)}"
         )
-    if not 0.0 < settings.exchange_buffer_mb < float("inf"):
+    if not 0.0 < settings.exchange_buffer_mb * 2**20 < float("inf"):
         problems.append(
             f"--matrix-exchange-buffer-mb is {settings.exchange_buffer_mb:g}; it must be a number "
             "> 0"

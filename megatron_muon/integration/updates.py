@@ -17,7 +17,7 @@ from megatron_muon.optim import (
     muon_step,
     orth_dion_step,
 )
-from megatron_muon.placement import FactorPlan, Plan
+from megatron_muon.placement import FactorPlan, Plan, RankLoad
 
 
 class MatrixUpdate:
@@ -59,6 +59,11 @@ class MatrixUpdate:
             self._exchange = Exchange(
                 plan, rank=self.rank, transport=transport, dtype=rule.exchange_dtype, device=device
             )
+
+    @property
+    def load(self) -> RankLoad:
+        """What the plan predicts of a step on this rank."""
+        return self._exchange.plan.loads[self.rank]
 
     @property
     def counters(self) -> ExchangeCounters:

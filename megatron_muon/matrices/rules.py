@@ -75,8 +75,10 @@ def rule_from_mapping(pattern: str, values: Mapping[str, object], source: str) -
 def _factor(values: Mapping[str, object], key: str, source: str) -> float | None:
     if key not in values:
         return None
+    value = values[key]
     try:
-        factor = float(values[key])  # type: ignore[arg-type]
+        # JSON's true would be 1.
+        factor = -1.0 if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         factor = -1.0
     if not 0.0 <= factor < float("inf"):

@@ -25,8 +25,8 @@ class OrthDionRule:
         extra_scale_factor: Further factor on the update.
         rank_compensation: Multiply the update by √(min(m, n) / r), which gives it the root mean
             square of a full-rank update; its singular values are then above 1.
-        state_dtype: Element type of M and V between steps. bf16 keeps V's columns orthonormal to
-            1e-3 only.
+        state_dtype: Element type of V between steps (M has that of the ranges). bf16 keeps V's
+            columns orthonormal to 1e-3 only.
 
     Raises:
         ValueError: A value out of its range.

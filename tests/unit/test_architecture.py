@@ -256,7 +256,7 @@ def test_settings_and_their_defaults_are_frozen() -> None:
         "optimizer": "dmuon",
         "momentum": 0.95,
         "nesterov": False,
-        "scale_mode": "spectral",
+        "scale_mode": "",
         "extra_scale_factor": 1.0,
         "coefficient_type": "quintic",
         "coefficients": None,
