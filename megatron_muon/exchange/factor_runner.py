@@ -25,7 +25,6 @@ class WaveMail:
         self.rank = messenger.rank
         self._messenger = messenger
         self._received: dict[Round, torch.Tensor] = {}
-        self._buffers: list[torch.Tensor] = []
         self._held = 0
 
     def has(self, where: Round) -> bool:
@@ -34,9 +33,8 @@ class WaveMail:
 
     def buffer(self, *shape: int) -> torch.Tensor:
         """A buffer that counts until the wave is over."""
-        buffer = self._messenger.buffer(*shape)
-        self._buffers.append(buffer)
-        return buffer
+        self._held += torch.Size(shape).numel()
+        return self._messenger.buffer(*shape)
 
     def hold(self, numel: int) -> None:
         """Count elements that were allocated elsewhere, until the wave is over."""
@@ -62,7 +60,7 @@ class WaveMail:
         message = self.program.rounds[where].message
         flight = self._messenger.send(message, outbox)
         if flight.received is not outbox:
-            self._buffers.append(flight.received)
+            self._held += flight.received.numel()
         yield flight
         self._received[where] = flight.received
 
@@ -70,8 +68,6 @@ class WaveMail:
         """Give up everything that the wave held."""
         self._messenger.counters.matrices += len(self.program.owned)
         self._messenger.forget(self._held)
-        self._messenger.release(*self._buffers)
-        self._buffers.clear()
         self._received.clear()
         self._held = 0
 
@@ -103,12 +99,7 @@ class FactorExchange:
         self.dtype = dtype
         self.device = device
         self._messenger = Messenger(
-            size=plan.group.size,
-            rank=rank,
-            transport=transport,
-            dtype=dtype,
-            device=device,
-            capacity=plan.loads[rank].peak_buffer_bytes // dtype.itemsize,
+            size=plan.group.size, rank=rank, transport=transport, dtype=dtype, device=device
         )
         self._programs = tuple(compile_factor_wave(plan, wave, rank) for wave in plan.waves)
 
@@ -116,11 +107,6 @@ class FactorExchange:
     def counters(self) -> ExchangeCounters:
         """Counts of the last ``run``."""
         return self._messenger.counters
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes of buffers that are held between steps."""
-        return self._messenger.reserved_bytes
 
     def run(self, wave: Callable[[WaveMail], Iterator[Flight]]) -> None:
         """One step: every wave from its first message to its last.

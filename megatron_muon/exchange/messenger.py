@@ -45,11 +45,6 @@ class Flight:
             self.pending = None
         return self.received
 
-    @property
-    def buffers(self) -> tuple[torch.Tensor, ...]:
-        """Both buffers, or the one that is both."""
-        return (self.sent,) if self.sent is self.received else (self.sent, self.received)
-
 
 class Messenger:
     """Starts the messages of one rank and counts bytes and buffers.
@@ -60,7 +55,6 @@ class Messenger:
         transport: How messages travel.
         dtype: Element type of all buffers.
         device: Device of all buffers.
-        capacity: Elements that may be held between steps.
     """
 
     def __init__(
@@ -71,7 +65,6 @@ class Messenger:
         transport: Transport,
         dtype: torch.dtype,
         device: torch.device,
-        capacity: int,
     ) -> None:
         self.counters = ExchangeCounters()
         self.size = size
@@ -79,10 +72,7 @@ class Messenger:
         self.dtype = dtype
         self.device = device
         self._transport = transport
-        self._capacity = capacity
         self._alive = 0
-        self._reserved = 0
-        self._free: list[torch.Tensor] = []
 
     def reset(self) -> None:
         """Start a step: counts from zero, nothing alive."""
@@ -90,35 +80,10 @@ class Messenger:
         self._alive = 0
 
     def buffer(self, *shape: int) -> torch.Tensor:
-        """A counted buffer, not initialized; memory that was released before is used again."""
-        numel = torch.Size(shape).numel()
-        self.hold(numel)
-        return self._memory(numel)[:numel].view(shape)
-
-    def _memory(self, numel: int) -> torch.Tensor:
-        """The smallest free memory that is large enough, or new memory.
-
-        Steps are alike, so once all sizes have been seen nothing is allocated any more. Free memory
-        is let go where more would be held than the plan counts at its peak.
-        """
-        fitting = [memory for memory in self._free if memory.numel() >= numel]
-        if fitting:
-            return self._free.pop(_index(self._free, min(fitting, key=torch.Tensor.numel)))
-        while self._free and self._reserved + numel > self._capacity:
-            self._reserved -= self._free.pop(0).numel()
-        self._reserved += numel
-        return torch.empty(numel, dtype=self.dtype, device=self.device)
-
-    def release(self, *buffers: torch.Tensor) -> None:
-        """Give buffers back; every one is counted as forgotten."""
-        for buffer in buffers:
-            self.forget(buffer.numel())
-            self._free.append(buffer if buffer._base is None else buffer._base)
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes of all memory held, in use or free."""
-        return self._reserved * self.dtype.itemsize
+        """A counted buffer, not initialized."""
+        buffer = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.hold(buffer.numel())
+        return buffer
 
     def hold(self, numel: int) -> None:
         """Count elements that came to be elsewhere."""
@@ -130,11 +95,20 @@ class Messenger:
         """Count elements that are no longer needed."""
         self._alive -= numel
 
-    def send(self, message: Message, sent: torch.Tensor) -> Flight:
-        """Start an all-to-all; every rank calls it, with zero counts too."""
+    def send(
+        self, message: Message, sent: torch.Tensor, received: torch.Tensor | None = None
+    ) -> Flight:
+        """Start an all-to-all; every rank calls it, with zero counts too.
+
+        Args:
+            message: Counts.
+            sent: What is sent.
+            received: Where to; a counted buffer by default.
+        """
         if self.size == 1:
             return Flight(pending=None, sent=sent, received=sent)
-        received = self.buffer(sum(message.received_counts))
+        if received is None:
+            received = self.buffer(sum(message.received_counts))
         pending = self._transport.all_to_all(
             received=received,
             sent=sent,
@@ -146,10 +120,6 @@ class Messenger:
         self.counters.received_bytes += (received.numel() - own) * self.dtype.itemsize
         self.counters.messages += 1
         return Flight(pending=pending, sent=sent, received=received)
-
-
-def _index(memories: list[torch.Tensor], memory: torch.Tensor) -> int:
-    return next(i for i, one in enumerate(memories) if one is memory)
 
 
 def interleave(waves: Iterable[Iterator[Flight]], *, depth: int = 2) -> None:

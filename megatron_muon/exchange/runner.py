@@ -8,6 +8,7 @@ import torch
 
 from megatron_muon.exchange.messenger import ExchangeCounters, Flight, Messenger
 from megatron_muon.exchange.transport import Transport
+from megatron_muon.exchange.wave_memory import WaveMemory
 from megatron_muon.placement import Plan
 from megatron_muon.placement.program import Patch, Piece, WaveProgram, compile_wave
 
@@ -15,7 +16,11 @@ PackFunction = Callable[[Sequence[Piece], Sequence[torch.Tensor]], None]
 """Fills the buffer views (1-D, one per piece) with what the owners need."""
 
 ComputeFunction = Callable[[torch.Tensor], torch.Tensor]
-"""Maps a batch (B, m, n) of whole matrices to their updates, same shape; may work in place."""
+"""Maps a batch (B, m, n) of whole matrices to their updates, same shape.
+
+The smaller side comes first in memory: of tall matrices the transpose is contiguous. The batch may
+be overwritten, and the result need not outlive the next call.
+"""
 
 ApplyFunction = Callable[[Sequence[Piece], Sequence[torch.Tensor]], None]
 """Applies the updates (1-D views, one per piece) to this rank's ranges."""
@@ -49,24 +54,24 @@ class Exchange:
         self.plan = plan
         self.rank = rank
         self._messenger = Messenger(
-            size=plan.group.size,
-            rank=rank,
-            transport=transport,
-            dtype=dtype,
-            device=device,
-            capacity=plan.loads[rank].peak_buffer_bytes // dtype.itemsize,
+            size=plan.group.size, rank=rank, transport=transport, dtype=dtype, device=device
         )
         self._programs = tuple(compile_wave(plan, wave, rank) for wave in plan.waves)
+        self._returned = tuple(
+            tuple(
+                [patch for patch in program.returned if patch.batch == number]
+                for number in range(len(program.batches))
+            )
+            for program in self._programs
+        )
+        self._device = device
+        self._dtype = dtype
+        self._memory: WaveMemory | None = None
 
     @property
     def counters(self) -> ExchangeCounters:
         """Counts of the last ``run``."""
         return self._messenger.counters
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes of buffers that are held between steps."""
-        return self._messenger.reserved_bytes
 
     def run(self, *, pack: PackFunction, compute: ComputeFunction, apply: ApplyFunction) -> None:
         """One step: every matrix is assembled at its owner, computed, and sent back.
@@ -82,55 +87,70 @@ class Exchange:
         programs = self._programs
         if not programs:
             return
-        outgoing = [self._depart(programs[0], pack)]
-        returning: tuple[WaveProgram, Flight] | None = None
+        if self._memory is None:
+            self._memory = WaveMemory(
+                programs, size=self.plan.group.size, dtype=self._dtype, device=self._device
+            )
+        memory = self._memory
+        self._messenger.hold(memory.numel)
+        outgoing = self._depart(memory, 0, pack)
+        returning: Flight | None = None
         for k, program in enumerate(programs):
+            arriving = outgoing
             if k + 1 < len(programs):
-                outgoing.append(self._depart(programs[k + 1], pack))
-            # Taken out of the list, so that its buffers are free once it is assembled.
-            batches = self._assemble(program, outgoing.pop(0))
-            updates = [compute(batch) for batch in batches]
-            self.counters.matrices += sum(batch.shape[0] for batch in batches)
-            back = self._send_back(program, updates)
-            self._messenger.release(*batches)
-            del batches, updates
+                outgoing = self._depart(memory, k + 1, pack)
+            batches = memory.batches(program)
+            self._assemble(program, batches, arriving)
+            back = self._compute(memory, k, batches, compute)
             if returning is not None:
-                self._land(*returning, apply)
-            returning = (program, back)
+                self._land(programs[k - 1], returning, apply)
+            returning = back
         if returning is not None:
-            self._land(*returning, apply)
+            self._land(programs[-1], returning, apply)
+        self._messenger.forget(memory.numel)
 
-    def _depart(self, program: WaveProgram, pack: PackFunction) -> Flight:
-        sent = self._messenger.buffer(sum(program.out.sent_counts))
+    def _depart(self, memory: WaveMemory, wave: int, pack: PackFunction) -> Flight:
+        program = self._programs[wave]
+        sent, received = memory.message(wave, program.out)
         pack(program.packed, [sent[p.offset : p.offset + p.numel] for p in program.packed])
-        return self._messenger.send(program.out, sent)
+        return self._messenger.send(program.out, sent, received)
 
-    def _assemble(self, program: WaveProgram, flight: Flight) -> list[torch.Tensor]:
-        batches = [self._messenger.buffer(len(b.matrices), *b.shape) for b in program.batches]
+    def _assemble(
+        self, program: WaveProgram, batches: Sequence[torch.Tensor], flight: Flight
+    ) -> None:
         received = flight.land()
         _copy(
-            [_patch_view(batches, p) for p in program.assembled],
+            [_patch_view(batches[p.batch], p) for p in program.assembled],
             [_buffer_view(received, p) for p in program.assembled],
         )
-        self._messenger.release(*flight.buffers)
-        return batches
 
-    def _send_back(self, program: WaveProgram, updates: Sequence[torch.Tensor]) -> Flight:
-        sent = self._messenger.buffer(sum(program.back.sent_counts))
-        _copy(
-            [_buffer_view(sent, p) for p in program.returned],
-            [_patch_view(updates, p) for p in program.returned],
-        )
-        return self._messenger.send(program.back, sent)
+    def _compute(
+        self,
+        memory: WaveMemory,
+        wave: int,
+        batches: Sequence[torch.Tensor],
+        compute: ComputeFunction,
+    ) -> Flight:
+        """Compute one batch after the other, and send all updates home."""
+        program = self._programs[wave]
+        sent, received = memory.message(wave, program.back)
+        for number, batch in enumerate(batches):
+            update = compute(batch)
+            self.counters.matrices += batch.shape[0]
+            patches = self._returned[wave][number]
+            _copy(
+                [_buffer_view(sent, p) for p in patches],
+                [_patch_view(update, p) for p in patches],
+            )
+        return self._messenger.send(program.back, sent, received)
 
     def _land(self, program: WaveProgram, flight: Flight, apply: ApplyFunction) -> None:
         received = flight.land()
         apply(program.applied, [received[p.offset : p.offset + p.numel] for p in program.applied])
-        self._messenger.release(*flight.buffers)
 
 
-def _patch_view(batches: Sequence[torch.Tensor], patch: Patch) -> torch.Tensor:
-    matrix = batches[patch.batch][patch.position]
+def _patch_view(batch: torch.Tensor, patch: Patch) -> torch.Tensor:
+    matrix = batch[patch.position]
     return matrix[patch.row : patch.row + patch.rows, patch.col : patch.col + patch.cols]
 
 

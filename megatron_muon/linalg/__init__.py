@@ -13,6 +13,7 @@ from megatron_muon.linalg.newton_schulz import (
     cheapest_segments,
     newton_schulz,
     newton_schulz_flops,
+    orthogonalize_,
 )
 from megatron_muon.linalg.orthonormal import (
     RIGHT_FACTORS,
@@ -51,6 +52,7 @@ __all__ = [
     "full_precision_matmul",
     "newton_schulz",
     "newton_schulz_flops",
+    "orthogonalize_",
     "orthonormal_basis",
     "parse_coefficients",
     "resolve_compute_dtype",

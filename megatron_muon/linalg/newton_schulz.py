@@ -92,15 +92,57 @@ def newton_schulz(
         return result
     space = workspace or Workspace()
     m, n = x.shape[-2:]
-    if segments is None:
-        segments = cheapest_segments(m, n, schedule, compute_dtype, x.device)
     batch = x.unsqueeze(0) if x.ndim == 2 else x
-    normalized = _normalize(batch.mT if m > n else batch, compute_dtype, space)
-    # Under the caller's settings fp32 may silently mean TF32: 1e-3 instead of 1e-6.
-    with full_precision_matmul() if compute_dtype == torch.float32 else nullcontext():
-        orthogonal = _iterate(normalized, segments, space)
+    small_first = batch.mT if m > n else batch
+    work = space.take("x", tuple(small_first.shape), dtype=_wide(x, compute_dtype), device=x.device)
+    orthogonal = orthogonalize_(
+        work.copy_(small_first),
+        schedule,
+        compute_dtype=compute_dtype,
+        segments=segments,
+        workspace=space,
+    )
     result.copy_((orthogonal.mT if m > n else orthogonal).view_as(x))
     return result
+
+
+@torch.no_grad()
+def orthogonalize_(
+    x: Tensor,
+    schedule: Schedule,
+    *,
+    compute_dtype: torch.dtype,
+    scale: float = 1.0,
+    segments: Segments | None = None,
+    workspace: Workspace,
+) -> Tensor:
+    """``newton_schulz`` times a scale, for a batch whose memory may be used up.
+
+    Args:
+        x: (B, m, n), any floating dtype; best with the smaller side contiguous and as wide as the
+            normalization, then no copy is made. Its content is undefined afterwards.
+        schedule: As for ``newton_schulz``.
+        compute_dtype: As for ``newton_schulz``.
+        scale: Factor on the result.
+        segments: As for ``newton_schulz``.
+        workspace: Memory to work in.
+
+    Returns:
+        (B, m, n) in the compute dtype, in the memory of x or of the workspace: it holds until the
+        next call.
+    """
+    m, n = x.shape[-2:]
+    if segments is None:
+        segments = cheapest_segments(m, n, schedule, compute_dtype, x.device)
+    oriented, wide = x.mT if m > n else x, _wide(x, compute_dtype)
+    if oriented.dtype != wide or not oriented.is_contiguous():
+        shape = tuple(oriented.shape)
+        oriented = workspace.take("x", shape, dtype=wide, device=x.device).copy_(oriented)
+    normalized = _normalize_(oriented, compute_dtype, workspace)
+    # Under the caller's settings fp32 may silently mean TF32: 1e-3 instead of 1e-6.
+    with full_precision_matmul() if compute_dtype == torch.float32 else nullcontext():
+        orthogonal = _iterate(normalized, segments, scale, workspace)
+    return orthogonal.mT if m > n else orthogonal
 
 
 def newton_schulz_flops(
@@ -153,31 +195,32 @@ def carried_segments(schedule: Schedule) -> Segments:
     return (*found, tuple(current)) if current else tuple(found)
 
 
-def _normalize(x: Tensor, compute_dtype: torch.dtype, space: Workspace) -> Tensor:
-    """Returns each matrix of x (B, m, n) over its Frobenius norm, contiguous.
+def _wide(x: Tensor, compute_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which x is normalized, before any rounding to a narrower one."""
+    return torch.promote_types(torch.promote_types(x.dtype, torch.float32), compute_dtype)
+
+
+def _normalize_(x: Tensor, compute_dtype: torch.dtype, space: Workspace) -> Tensor:
+    """Divides each matrix of x (B, m, n) by its Frobenius norm, in place; returns x as computed on.
 
     The largest entry is divided out first, so that squares neither overflow nor vanish: in fp32 the
     square of 1e-25 is zero. There is no epsilon, because it would shrink small gradients; only an
     exact zero is replaced.
     """
-    wide = torch.promote_types(torch.promote_types(x.dtype, torch.float32), compute_dtype)
-    shape = tuple(x.shape)
-    scaled = space.take("x", shape, dtype=wide, device=x.device)
-    scaled.copy_(x)
-    largest: Tensor = torch.linalg.vector_norm(scaled, ord=torch.inf, dim=(-2, -1), keepdim=True)
+    largest: Tensor = torch.linalg.vector_norm(x, ord=torch.inf, dim=(-2, -1), keepdim=True)
     # masked_fill and not where: a scalar of where would be copied from the host.
     # A quotient, not a product with 1/largest: the reciprocal of a subnormal is inf.
-    scaled.div_(largest.masked_fill(largest == 0, 1.0))
+    x.div_(largest.masked_fill(largest == 0, 1.0))
     # Rows first: a million squares in one fp32 sum are off by 3e-6, in all singular values alike.
-    rows: Tensor = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+    rows: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     norm: Tensor = torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
-    scaled.div_(norm.masked_fill(norm == 0, 1.0))
-    if wide == compute_dtype:
-        return scaled
-    return space.take("x", shape, dtype=compute_dtype, device=x.device).copy_(scaled)
+    x.div_(norm.masked_fill(norm == 0, 1.0))
+    if x.dtype == compute_dtype:
+        return x
+    return space.take("narrow", tuple(x.shape), dtype=compute_dtype, device=x.device).copy_(x)
 
 
-def _iterate(x: Tensor, segments: Segments, space: Workspace) -> Tensor:
+def _iterate(x: Tensor, segments: Segments, scale: float, space: Workspace) -> Tensor:
     """Runs the steps on x (B, m, n), m ≤ n; x serves as one of the two buffers of the iterates."""
     batch, m, _ = x.shape
 
@@ -186,21 +229,22 @@ def _iterate(x: Tensor, segments: Segments, space: Workspace) -> Tensor:
 
     following = space.take("following", tuple(x.shape), dtype=x.dtype, device=x.device)
     a, z = square("a"), square("z")
-    for segment in segments:
+    for number, segment in enumerate(segments, start=1):
+        factor = scale if number == len(segments) else 1.0
         gram(x, out=a)
         if len(segment) == 1:
             ((alpha, beta, gamma),) = segment
             square_plus(a, alpha=gamma, beta=beta, out=z)
-            torch.baddbmm(x, z, x, beta=alpha, out=following)
+            torch.baddbmm(x, z, x, beta=factor * alpha, alpha=factor, out=following)
         else:
             q = _carried(segment, a, z, square("y"), square("q"))
-            torch.bmm(q, x, out=following)
+            torch.bmm(q if factor == 1.0 else q.mul_(factor), x, out=following)
         x, following = following, x
     return x
 
 
 def _carried(segment: Schedule, a: Tensor, z: Tensor, y: Tensor, q: Tensor) -> Tensor:
-    """Q of a segment, from its A; all five are overwritten, and Q may lie in any but A."""
+    """Q of a segment, from its A; all five are overwritten, and Q lies in y or q."""
     for index, (alpha, beta, gamma) in enumerate(segment):
         square_plus(a, alpha=gamma, beta=beta, out=z)
         if index + 1 < len(segment):

@@ -23,8 +23,8 @@ from megatron_muon.exchange import Exchange
 from megatron_muon.linalg import (
     Workspace,
     cheapest_segments,
-    newton_schulz,
     newton_schulz_flops,
+    orthogonalize_,
     update_scale,
 )
 from megatron_muon.placement.program import Piece
@@ -62,16 +62,18 @@ class MuonRule:
         return newton_schulz_flops(m, n, segments, device)
 
     def update(self, matrices: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-        """``extra · s(m, n) · NewtonSchulz(B)`` for a batch (B, m, n), written over it."""
+        """``extra · s(m, n) · NewtonSchulz(B)`` of a batch (B, m, n), which is overwritten.
+
+        The result may lie in the workspace.
+        """
         _, m, n = matrices.shape
-        newton_schulz(
+        return orthogonalize_(
             matrices,
             self.schedule,
             compute_dtype=self.compute_dtype,
-            out=matrices,
+            scale=self.scale(m, n),
             workspace=workspace,
         )
-        return matrices.mul_(self.scale(m, n))
 
 
 @dataclass(kw_only=True)

@@ -104,7 +104,7 @@ class Plan:
             owned[owner] += 1
         sent, received = self.whole_matrix_traffic()
         footprints = _footprints(
-            self.waves, self.matrices, self.owners, self.gathers, self.scatters
+            self.waves, self.matrices, self.owners, self.gathers, self.scatters, size
         )
         return tuple(
             RankLoad(
@@ -133,6 +133,7 @@ def _footprints(
     owners: Sequence[int],
     gathers: Sequence[Sequence[Segment]],
     scatters: Sequence[Sequence[Segment]],
+    size: int,
 ) -> list[Mapping[int, Footprint]]:
     """For each wave, what each rank with anything to do in it holds."""
     result: list[Mapping[int, Footprint]] = []
@@ -146,7 +147,8 @@ def _footprints(
             for elements, runs in ((outbound, gathers[index]), (inbound, scatters[index])):
                 for segment in runs:
                     elements[segment.rank] += segment.numel
-                    elements[owner] += segment.numel
+                    # Alone, what is sent is what is received.
+                    elements[owner] += segment.numel * (size > 1)
         result.append(
             {
                 rank: Footprint(
@@ -242,7 +244,9 @@ def make_plan(
     found = arrange(group=group, parameters=parameters, matrices=matrices, cost=cost)
 
     def peak_bytes(waves: Sequence[Sequence[int]]) -> int:
-        footprints = _footprints(waves, found.matrices, found.owners, found.gathers, found.scatters)
+        footprints = _footprints(
+            waves, found.matrices, found.owners, found.gathers, found.scatters, group.size
+        )
         return itemsize * max(_peak(footprints, rank) for rank in range(group.size))
 
     return Plan(

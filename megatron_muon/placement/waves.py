@@ -12,6 +12,10 @@ TARGET_WAVES = 4
 """Enough for exchange, computation and return to overlap; more only where memory asks for it."""
 
 
+MESSAGE_SLOTS = 3
+"""Waves whose messages are in memory: going to the owners, being computed, going back."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
     """Elements that one rank holds for one wave.
@@ -31,18 +35,14 @@ EMPTY = Footprint(outbound=0, matrices=0, inbound=0)
 
 
 def peak_elements(waves: Sequence[Footprint]) -> int:
-    """Largest number of elements that one rank holds at once.
+    """Number of elements that one rank holds for its exchange.
 
-    Follows the schedule of ``exchange.runner``: while wave k is assembled, computed and packed,
-    wave k+1 is on its way to the owners and wave k-1 on its way back.
+    They are held in fixed places, see ``exchange.wave_memory``: one for assembled matrices, and
+    ``MESSAGE_SLOTS`` for either way of a wave.
     """
-    peak = 0
-    for k, wave in enumerate(waves):
-        following = waves[k + 1] if k + 1 < len(waves) else EMPTY
-        previous = waves[k - 1] if k else EMPTY
-        here = wave.matrices + max(wave.outbound, wave.inbound)
-        peak = max(peak, following.outbound + here + previous.inbound)
-    return peak
+    flight = max((max(wave.outbound, wave.inbound) for wave in waves), default=0)
+    matrices = max((wave.matrices for wave in waves), default=0)
+    return matrices + min(MESSAGE_SLOTS, len(waves)) * flight
 
 
 def cut_by_owner(

@@ -62,6 +62,7 @@ class _Mailbox:
         self.delivered: set[int] = set()
         self.changed = threading.Condition()
         self.events: list[list[tuple[Any, ...]]] = [[] for _ in range(size)]
+        self.exchanges: list[Exchange] = []
         self._random = random.Random(seed)
 
     def post(self, rank: int, post: _Post) -> int:
@@ -153,28 +154,6 @@ class _Transport:
         return _Pending(mailbox=self._mailbox, rank=self._rank, number=number)
 
 
-class _Measured(Exchange):
-    """Measures how many bytes of buffers are really alive, by asking the buffers."""
-
-    measured_peak_bytes = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._watched: list[weakref.ref[torch.Tensor]] = []
-        counted = self._messenger.buffer
-
-        def watched(*shape: int) -> torch.Tensor:
-            buffer = counted(*shape)
-            alive = [ref for ref in self._watched if ref() is not None]
-            self._watched = [*alive, weakref.ref(buffer)]
-            found = [tensor for ref in self._watched if (tensor := ref()) is not None]
-            total = sum(tensor.numel() * tensor.element_size() for tensor in found)
-            self.measured_peak_bytes = max(self.measured_peak_bytes, total)
-            return buffer
-
-        self._messenger.buffer = watched  # type: ignore[method-assign]
-
-
 def _update(batch: torch.Tensor) -> torch.Tensor:
     """Needs the whole matrix, and its right orientation."""
     return batch.cumsum(1).cumsum(2)
@@ -187,7 +166,7 @@ class _Result:
     mailbox: _Mailbox
     updates: list[dict[str, torch.Tensor]]
     counters: list[ExchangeCounters]
-    exchanges: list[_Measured]
+    exchanges: list[Exchange]
 
 
 def _plan(stage: Stage) -> Plan:
@@ -214,7 +193,7 @@ def _run(
     own = [stored(stage, wholes, rank) for rank in range(size)]
     updates = [{n: torch.zeros_like(part) for n, part in parts.items()} for parts in own]
     exchanges = [
-        _Measured(
+        Exchange(
             plan,
             rank=rank,
             transport=_Transport(mailbox, rank),
@@ -223,6 +202,8 @@ def _run(
         )
         for rank in range(size)
     ]
+
+    mailbox.exchanges = exchanges
 
     def body(rank: int) -> None:
         calls = {"pack": 0, "apply": 0}
@@ -420,13 +401,22 @@ def test_counters_are_the_prediction_and_start_anew_each_run(tp: int, dp: int) -
 
 
 @EVERY_LAYOUT
-def test_buffers_that_are_really_alive_are_those_counted(tp: int, dp: int) -> None:
-    """What the flag bounds is memory, so a buffer that is counted as freed must be free."""
+def test_buffers_are_those_counted_and_stay_from_step_to_step(tp: int, dp: int) -> None:
+    """What the flag bounds is memory: all of it is allocated in the first step."""
     stage = _stage(tp, dp)
     plan = _plan(stage)
-    result = _run(stage, plan, in_place=True)
-    for exchange, load in zip(result.exchanges, plan.loads, strict=True):
-        assert exchange.measured_peak_bytes == load.peak_buffer_bytes
+    places: list[list[set[int]]] = [[] for _ in range(stage.group.size)]
+
+    def observe(mailbox: _Mailbox, rank: int, what: str, wave: int) -> None:
+        exchange = mailbox.exchanges[rank]
+        assert exchange._memory is not None
+        memory = [exchange._memory._matrices, *exchange._memory._slots]
+        assert sum(m.nbytes for m in memory) == plan.loads[rank].peak_buffer_bytes
+        places[rank].append({m.data_ptr() for m in memory})
+
+    _run(stage, plan, steps=3, observe=observe)
+    for seen in places:
+        assert all(place == seen[0] for place in seen)
 
 
 def test_ranks_that_hold_nothing_enter_every_message() -> None:

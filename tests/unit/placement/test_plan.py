@@ -46,7 +46,7 @@ def test_plan_does_not_depend_on_the_order_of_its_inputs(tp: int, dp: int) -> No
                     matrices=matrices,
                     cost=cost,
                     itemsize=4,
-                    buffer_bytes=20_000,
+                    buffer_bytes=40_000,
                 )
             )
         assert all(plan == plans[0] for plan in plans)
