@@ -21,6 +21,7 @@ from tests.distributed.training import (
     replica_hashes,
     train,
 )
+from tests.ranks import RankFailed
 from tests.reference.muon import QUINTIC
 
 Ranks = Callable[..., list[Any]]
@@ -106,6 +107,22 @@ def test_resumed_run_is_bit_equal(ranks: Ranks, tmp_path: Path, run: Run) -> Non
         assert expected["state"] == found["state"], rank
         assert expected["right_factors"] == found["right_factors"], rank
     assert any(found["right_factors"] for found in resumed)
+
+
+@pytest.mark.parametrize("saved", ["orth_dion", "dmuon"])
+def test_state_of_another_optimizer_is_refused(ranks: Ranks, tmp_path: Path, saved: str) -> None:
+    """Its momentum has the same name and is another thing."""
+    other = {"orth_dion": "dmuon", "dmuon": "orth_dion"}[saved]
+    save, load = (Run(dp=2, config=settings(optimizer=name)) for name in (saved, other))
+    ranks(2, _train_between, save, 0, 2, None, str(tmp_path))
+    with pytest.raises(RankFailed) as failed:
+        ranks(2, _train_between, load, 2, 3, str(tmp_path), None)
+    assert len(failed.value.reports) == 2
+    if saved == "orth_dion":
+        # The other way round torch's loader misses V before anyone could say more.
+        text = str(failed.value)
+        assert f"the checkpoint holds optimizer state of {saved}" in text
+        assert f"this run is --optimizer {other}: type --optimizer {saved}" in text
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(ranks: Ranks) -> None:

@@ -176,6 +176,7 @@ OUT_OF_RANGE = [
     ("--matrix-exchange-buffer-mb=-5", "--matrix-exchange-buffer-mb is -5"),
     ("--matrix-exchange-buffer-mb nan", "--matrix-exchange-buffer-mb is nan"),
     ("--matrix-exchange-buffer-mb inf", "--matrix-exchange-buffer-mb is inf"),
+    ("--matrix-exchange-buffer-mb 1e308", "--matrix-exchange-buffer-mb is 1e+308"),
     ("--matrix-lr=-1", "--matrix-lr is -1.0; it must be a number >= 0"),
     ("--matrix-lr nan", "--matrix-lr is nan"),
     ("--matrix-min-lr=-1", "--matrix-min-lr is -1.0"),

@@ -101,6 +101,7 @@ def test_an_empty_list_is_no_rule(tmp_path: Path) -> None:
         ([{"pattern": "*", "optimizer": None}], "(rule 0): optimizer is 'None'; supported are"),
         ([{"pattern": "*", "split": ["none"]}], "(rule 0): split is '['none']'; supported are"),
         ([{"pattern": "*", "wd_mult": None}], "(rule 0): wd_mult is 'None'; it must be a number"),
+        ([{"pattern": "*", "lr_mult": True}], "(rule 0): lr_mult is 'True'; it must be a number"),
         ([{"pattern": "*", "wd_mult": [1]}], "(rule 0): wd_mult is '[1]'; it must be a number"),
     ],
     ids=str,
