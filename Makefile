@@ -28,8 +28,8 @@ lint: setup ## ruff and mypy
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 
-benchmark: setup ## optimizer time of dmuon, megatron-core's own muon and AdamW on 4 CPU ranks
-	$(PY) tools/first_comparison.py
+benchmark: setup ## AdamW, megatron-core's own muon, dmuon and Orth-Dion side by side on 4 ranks
+	$(PY) -m megatron_muon.benchmark
 
 support-matrix: export OMP_NUM_THREADS := 1
 support-matrix: setup ## train every model at every layout and put the table into the README

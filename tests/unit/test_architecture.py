@@ -31,11 +31,16 @@ ALLOWED = {
     "config": {"matrices"},
     "integration": {"linalg", "matrices", "placement", "exchange", "optim", "config"},
     "cpu": set(),
+    "benchmark": {"linalg", "placement", "exchange", "integration"},
     "launch": {"integration"},
     "__init__": {"config"},
 }
 # The same inside functions and under TYPE_CHECKING: (file, part).
-ALLOWED_LATE = {("__init__.py", "integration"), ("integration/launcher.py", "cpu")}
+ALLOWED_LATE = {
+    ("__init__.py", "integration"),
+    ("integration/launcher.py", "cpu"),
+    ("benchmark/__main__.py", "cpu"),
+}
 # Of torch.distributed, outside exchange (all of it) and cpu (which replaces parts of it).
 ALLOWED_DISTRIBUTED = {"integration": {"get_rank", "ProcessGroup"}}
 WITHOUT_TORCH = ("matrices", "placement", "config", "launch", "__init__")
@@ -211,9 +216,9 @@ megatron_muon.MatrixConfig()
 modules = []
 for module in pkgutil.walk_packages(megatron_muon.__path__, "megatron_muon."):
     part = module.name.split(".")[1]
-    if part not in ("integration", "cpu") or module.name.endswith(
-        (".versions", ".launcher", ".arguments", ".support", ".report", ".hooks")
-    ):
+    light_names = (".versions", ".launcher", ".arguments", ".support", ".report", ".hooks")
+    is_light = part == "integration" and module.name.endswith(light_names)
+    if part not in ("integration", "cpu", "benchmark") or is_light:
         importlib.import_module(module.name)
         modules.append(module.name)
 import torch

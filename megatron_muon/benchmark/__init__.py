@@ -1,0 +1,1 @@
+"""Optimizers side by side in one run: ``python -m megatron_muon.benchmark``."""

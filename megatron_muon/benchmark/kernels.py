@@ -1,0 +1,228 @@
+"""Time and error of the orthogonalization alone, beside other libraries', on one process."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_muon.benchmark.steps import clock, polynomial_of
+from megatron_muon.linalg import (
+    COEFFICIENT_SETS,
+    Segments,
+    Workspace,
+    carried_segments,
+    cheapest_segments,
+    coefficient_schedule,
+    full_precision_matmul,
+    newton_schulz,
+    newton_schulz_flops,
+    orthogonalize_,
+)
+
+BATCHES = ((8, 512, 2048), (8, 512, 512), (16, 128, 512), (2, 1024, 1024))
+STEPS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelRow:
+    """One way to orthogonalize one batch.
+
+    Attributes:
+        name: Whose.
+        batch: (B, m, n).
+        milliseconds: Median.
+        gflop: Counted; None where the way is not ours.
+        gemm_share: Rate over that of a large product, None as above.
+        error: Relative distance from the polynomial on the singular values, in float64.
+    """
+
+    name: str
+    batch: tuple[int, int, int]
+    milliseconds: float
+    gflop: float | None
+    gemm_share: float | None
+    error: float
+
+
+def _median_ms(work: Callable[[], object], device: torch.device, rounds: int) -> float:
+    work()
+    seconds = []
+    for _ in range(rounds):
+        start = clock(device)
+        work()
+        seconds.append(clock(device) - start)
+    return 1e3 * statistics.median(seconds)
+
+
+def gemm_rate(device: torch.device, rounds: int) -> float:
+    """GFLOP per second of a product of 2048 x 2048 in fp32."""
+    a = torch.randn(2048, 2048, device=device)
+    out = torch.empty_like(a)
+    with full_precision_matmul():
+        return 2 * 2.048**3 / (_median_ms(lambda: torch.mm(a, a, out=out), device, rounds) / 1e3)
+
+
+def kernel_table(device: torch.device, rounds: int) -> list[KernelRow]:
+    """Every way, batch by batch, in fp32; torch's own Muon computes in bf16."""
+    schedule = coefficient_schedule("quintic", STEPS)
+    rows = []
+    for shape in BATCHES:
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+        exact = polynomial_of(x, "quintic", STEPS)
+        rate = gemm_rate(device, rounds)
+        standard = tuple((step,) for step in schedule)
+        cheapest = cheapest_segments(shape[1], shape[2], schedule, torch.float32, device)
+        for name, segments in (("ours", cheapest), ("ours, standard form", standard)):
+            rows.append(_ours(name, x, segments, exact, rate, rounds))
+        rows += _others(x, exact, rounds)
+    return rows
+
+
+def _ours(
+    name: str, x: torch.Tensor, segments: Segments, exact: torch.Tensor, rate: float, rounds: int
+) -> KernelRow:
+    batch, m, n = x.shape
+    schedule = coefficient_schedule("quintic", STEPS)
+    space, work = Workspace(), torch.empty_like(x)
+
+    def run() -> torch.Tensor:
+        return orthogonalize_(
+            work.copy_(x),
+            schedule,
+            compute_dtype=torch.float32,
+            segments=segments,
+            workspace=space,
+        )
+
+    milliseconds = _median_ms(run, x.device, rounds)
+    gflop = batch * newton_schulz_flops(m, n, segments, x.device) / 1e9
+    return KernelRow(
+        name=name,
+        batch=(batch, m, n),
+        milliseconds=milliseconds,
+        gflop=gflop,
+        gemm_share=gflop / (milliseconds / 1e3) / rate,
+        error=_error(run(), exact),
+    )
+
+
+def _others(x: torch.Tensor, exact: torch.Tensor, rounds: int) -> list[KernelRow]:
+    """Emerging-Optimizers on the batch, torch.optim.Muon matrix by matrix."""
+    found: list[tuple[str, Callable[[], torch.Tensor], torch.Tensor]] = []
+    try:
+        from emerging_optimizers.orthogonalized_optimizers import muon_utils
+
+        def theirs() -> torch.Tensor:
+            with full_precision_matmul():
+                result: torch.Tensor = muon_utils.newton_schulz(
+                    x, STEPS, coefficient_type="quintic"
+                )
+            return result
+
+        found.append(("emerging-optimizers", theirs, exact))
+    except ImportError:
+        pass
+    muon: Any = getattr(torch.optim, "_muon", None)
+    if muon is not None:
+        # Its coefficients are Jordan's, three numbers for all steps.
+        jordan = (3.4445, -4.7750, 2.0315)
+
+        def torchs() -> torch.Tensor:
+            return torch.stack(
+                [muon._zeropower_via_newtonschulz(one, jordan, STEPS, 1e-7) for one in x]
+            )
+
+        found.append(("torch.optim.Muon (bf16)", torchs, polynomial_of(x, "simple", STEPS)))
+    return [
+        KernelRow(
+            name=name,
+            batch=(x.shape[0], x.shape[1], x.shape[2]),
+            milliseconds=_median_ms(run, x.device, rounds),
+            gflop=None,
+            gemm_share=None,
+            error=_error(run(), expected),
+        )
+        for name, run, expected in found
+    ]
+
+
+def _error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result.double() - expected).norm() / expected.norm())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorRow:
+    """Errors of one coefficient set in one form and dtype.
+
+    Attributes:
+        coefficients: Name and steps.
+        form: Form and dtype.
+        polynomial: Relative distance from the polynomial on the singular values, by spectrum.
+        polar: Relative distance from the exact polar factor, by spectrum.
+    """
+
+    coefficients: str
+    form: str
+    polynomial: tuple[float, ...]
+    polar: tuple[float, ...]
+
+
+SPECTRA = ("normal", "i^-1/2", "i^-3/2")
+
+
+def error_table() -> list[ErrorRow]:
+    """Every coefficient set in every form, on 192 x 512 matrices of three spectra."""
+    matrices = [_with_spectrum(kind) for kind in SPECTRA]
+    rows = []
+    for name, found in COEFFICIENT_SETS.items():
+        if not found.steps:
+            continue
+        steps = len(found.steps) if len(found.steps) > 1 else STEPS
+        steps = 4 if name == "aol" else steps
+        schedule = coefficient_schedule(name, steps)
+        standard, carried = tuple((s,) for s in schedule), carried_segments(schedule)
+        for form, dtype, segments in (
+            ("fp32, standard", torch.float32, standard),
+            ("fp32, Gram", torch.float32, carried),
+            ("fp16, Gram", torch.float16, carried),
+            ("bf16, standard", torch.bfloat16, standard),
+        ):
+            if dtype == torch.bfloat16 and not found.stable_in_bf16:
+                continue
+            results = [
+                newton_schulz(x, schedule, compute_dtype=dtype, segments=segments) for x in matrices
+            ]
+            rows.append(
+                ErrorRow(
+                    coefficients=f"{name}, {steps} steps",
+                    form=form,
+                    polynomial=tuple(
+                        _error(r, polynomial_of(x, name, steps))
+                        for r, x in zip(results, matrices, strict=True)
+                    ),
+                    polar=tuple(
+                        _error(r, _polar(x)) for r, x in zip(results, matrices, strict=True)
+                    ),
+                )
+            )
+    return rows
+
+
+def _with_spectrum(kind: str) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(2, 192, 512, dtype=torch.float64, generator=generator)
+    if kind != "normal":
+        u, sigma, vt = torch.linalg.svd(x, full_matrices=False)
+        power = {"i^-1/2": -0.5, "i^-3/2": -1.5}[kind]
+        decaying = torch.arange(1, sigma.shape[-1] + 1, dtype=torch.float64) ** power
+        x = (u * decaying) @ vt
+    return x.float()
+
+
+def _polar(x: torch.Tensor) -> torch.Tensor:
+    factors: tuple[torch.Tensor, ...] = torch.linalg.svd(x.double(), full_matrices=False)
+    return factors[0] @ factors[2]
