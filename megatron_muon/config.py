@@ -32,8 +32,8 @@ class MatrixConfig:
         nesterov: Nesterov momentum (``--muon-nesterov``).
         scale_mode: Scale of the update by the matrix's global shape (``--muon-scale-mode``,
             ``--orth-dion-scale-mode``); empty for the optimizer's own, see ``SCALE_MODE``.
-        extra_scale_factor: Further factor on the update, of both optimizers
-            (``--muon-extra-scale-factor``).
+        extra_scale_factor: Further factor on the update, of both optimizers; dmuon's is
+            ``--muon-extra-scale-factor``, Orth-Dion's can be set here only.
         coefficient_type: Newton-Schulz coefficient set (``--muon-coefficient-type``).
         coefficients: The set itself when ``coefficient_type`` is ``custom``
             (``--dmuon-coefficients``).

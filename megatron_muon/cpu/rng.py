@@ -2,14 +2,19 @@
 
 Megatron draws initial weights and dropout inside a fork of the CUDA generator.  On a CPU these
 draws come from the default generator, so that is the one to fork, save and restore.
+
+On a GPU nothing but the model draws from the CUDA generator.  Here a data loader would draw from it
+too, when it starts, and a resumed run would see other dropout: it is left out of that.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.utils.data
 
 
 def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
@@ -53,8 +58,24 @@ def _lazy_call(callback: Callable[[], None], **_: Any) -> None:
     callback()
 
 
+def _without_drawing(start: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, after which the default generator is where it was."""
+
+    @functools.wraps(start)
+    def started(*args: Any, **kwargs: Any) -> Any:
+        state = torch.default_generator.get_state()
+        try:
+            return start(*args, **kwargs)
+        finally:
+            torch.default_generator.set_state(state)
+
+    return started
+
+
 def install() -> None:
     """Put these functions into ``torch.cuda`` and ``torch.cuda.random``."""
+    iterator = torch.utils.data.dataloader._BaseDataLoaderIter
+    iterator.__init__ = _without_drawing(iterator.__init__)  # type: ignore[method-assign]
     replacements: dict[str, Any] = {
         "get_rng_state": _get_rng_state,
         "get_rng_state_all": _get_rng_state_all,

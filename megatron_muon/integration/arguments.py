@@ -33,6 +33,7 @@ def add_matrix_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     Args:
         parser: The parser after all of Megatron's own arguments were added.
     """
+    _mend_help(parser)
     actions = {option: action for action in parser._actions for option in action.option_strings}
     _extend_choices(actions["--optimizer"], OPTIMIZERS)
     _extend_choices(actions["--muon-scale-mode"], tuple(SCALE_MODES))
@@ -173,6 +174,16 @@ def _add_orth_dion_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "factors", "matrix"),
         help="What travels; auto takes for each matrix what moves fewer bytes.",
     )
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Escape what argparse cannot format: a lone % in Megatron's texts makes ``--help`` crash."""
+    for action in parser._actions:
+        if action.help and action.help is not argparse.SUPPRESS:
+            try:
+                parser._get_formatter()._expand_help(action)
+            except (ValueError, TypeError, KeyError):
+                action.help = action.help.replace("%", "%%")
 
 
 def _extend_choices(action: argparse.Action, names: tuple[str, ...]) -> None:

@@ -11,8 +11,9 @@ from megatron_muon.integration.versions import MegatronVersionError, require_meg
 
 USAGE = (
     "usage: python -m megatron_muon.launch [--cpu] pretrain_gpt.py <arguments of the script> "
-    "--optimizer dmuon\n"
-    "  Runs an unmodified Megatron training script with --optimizer dmuon known to it.\n"
+    "--optimizer {dmuon,orth_dion}\n"
+    "  Runs an unmodified Megatron training script with our optimizers and flags known to it;\n"
+    "  the script's own --help lists them.\n"
     "  --cpu  run real megatron-core on CPU over gloo (slow; for trying out and tests)"
 )
 

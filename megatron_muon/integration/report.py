@@ -317,7 +317,9 @@ def _traffic(settings: MatrixConfig, plan: Plan, buffers: Sequence[Any]) -> str:
 
 def _warnings(settings: MatrixConfig, plan: Plan, domain: str) -> list[str]:
     if not plan.matrices:
-        return []
+        if domain != "dense":
+            return []
+        return [f"a pipeline stage has no matrix: its {plan.group.size} ranks own none"]
     found = []
     idle = sum(load.matrices == 0 for load in plan.loads)
     if idle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from megatron_muon.config import SCALE_MODE, MatrixConfig
@@ -81,8 +82,12 @@ def stray_flag_problems(args: Any) -> list[str]:
 
 
 def _given(args: Any, defaults: dict[str, Any]) -> list[str]:
+    """Flags whose value is not the default, or that stand on the command line with it."""
+    typed = {token.partition("=")[0] for token in sys.argv[1:]}
     return [
-        flag for flag, default in defaults.items() if getattr(args, destination(flag)) != default
+        flag
+        for flag, default in defaults.items()
+        if flag in typed or getattr(args, destination(flag)) != default
     ]
 
 

@@ -226,7 +226,8 @@ def parse_coefficients(text: str) -> Schedule:
 
 _CUSTOM_FORM: Final = (
     "It takes triples a,b,c separated by semicolons, one per step. "
-    "Type for example --dmuon-coefficients '3.4445,-4.7750,2.0315;2,-1.5,0.5'."
+    "Type for example --dmuon-coefficients '3.4445,-4.7750,2.0315;2,-1.5,0.5' with "
+    "--muon-num-ns-steps 2."
 )
 
 

@@ -76,6 +76,23 @@ def test_resume_is_bit_equal(ranks: Ranks, tmp_path: Path, flags: tuple[str, ...
     assert whole[0][0][-1] < whole[0][0][0]
 
 
+def test_resume_draws_the_same_dropout(ranks: Ranks, tmp_path: Path) -> None:
+    """Without tensor parallelism dropout comes from the generator that a data loader seeds from."""
+    folders = [tmp_path / name for name in ("straight", "stopped", "resumed")]
+    straight, stopped, resumed = folders
+    dropout = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
+
+    def run(load: Path, save: Path, iterations: int) -> list[list[float]]:
+        arguments = (load, save, 1, 1, iterations, (*DMUON, *dropout))
+        results = ranks(2, pretrain_with_hooks, *arguments, init_process_group=False)
+        return [losses for losses, _ in results]
+
+    whole = run(straight, straight, 4)
+    first = run(stopped, stopped, 2)
+    second = run(stopped, resumed, 4)
+    assert whole == [before + after for before, after in zip(first, second, strict=True)]
+
+
 def test_checkpoint_holds_one_state_per_matrix_and_two_per_scalar(
     ranks: Ranks, tmp_path: Path
 ) -> None:

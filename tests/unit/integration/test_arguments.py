@@ -524,3 +524,33 @@ def test_arguments_hold_plain_values_only(parse: Parse, tmp_path: Path) -> None:
             assert item is None or type(item) in (str, int, float, bool), name
     torch.save(ours, tmp_path / "args.pt")
     assert torch.load(tmp_path / "args.pt", weights_only=True) == ours
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        ("orth_dion", ["--muon-momentum", "0.9"]),
+        ("orth_dion", ["--muon-momentum=0.9"]),
+        ("dmuon", ["--orth-dion-momentum", "0.95"]),
+        ("adam", ["--matrix-min-dim", "32"]),
+    ],
+)
+def test_a_stray_flag_is_refused_with_its_default_value_too(
+    parse: Parse, monkeypatch: pytest.MonkeyPatch, optimizer: str, words: list[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--optimizer", optimizer, *words])
+    args = parse("--optimizer", optimizer, "--use-distributed-optimizer", *words)
+    (problem,) = _problems(args)
+    assert problem.startswith(f"{words[0].partition('=')[0]} has no effect with")
+
+
+def test_help_is_shown_although_megatrons_texts_have_a_lone_percent_sign(
+    parser: argparse.ArgumentParser,
+) -> None:
+    text = parser.format_help()
+    assert "--orth-dion-rank-fraction" in text
+    broken = argparse.ArgumentParser(allow_abbrev=False)
+    broken.add_argument("--optimizer", choices=["adam"], default="adam", help="90% (or %(default)s")
+    broken.add_argument("--muon-scale-mode", choices=["spectral"], default="spectral")
+    broken.add_argument("--share", help="30% of them (at most)")
+    assert "30% of them (at most)" in add_matrix_arguments(broken).format_help()
