@@ -55,7 +55,7 @@ REPORTS: dict[str, tuple[str, ...]] = {
     ),
     "xtuner#2069 exchange buffer by global expert count": (
         "tests/unit/placement/test_waves.py::test_bound_is_kept_or_the_model_refused",
-        _RUNNER + "test_buffers_that_are_really_alive_are_those_counted",
+        _RUNNER + "test_buffers_are_those_counted_and_stay_from_step_to_step",
     ),
     "nanochat#843 buffers of asynchronous collectives freed early": (
         _RUNNER + "test_every_holder_gets_the_update_of_the_whole_matrix",

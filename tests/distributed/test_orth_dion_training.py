@@ -29,8 +29,14 @@ Ranks = Callable[..., list[Any]]
 KINDS = ("qr", "polar", "colnorm")
 EXCHANGES = ("auto", "factors", "matrix")
 
-TOLERANCE = {"gpt-mha-bias": 3e-4, "mla": 3e-5, "mla-local": 3e-5, "mla-moe": 3e-5}
-"""Where B V is ill-conditioned fp32 is no better in one process either (1.1e-4, 1.3e-5)."""
+TOLERANCE = {
+    "gpt-mha-bias": 3e-4,
+    "gpt-mqa": 3e-5,
+    "mla": 3e-5,
+    "mla-local": 3e-5,
+    "mla-moe": 3e-5,
+}
+"""Where B V is ill-conditioned fp32 is no better in one process either: 1.1e-4, 1.9e-5, 1.3e-5."""
 
 
 def settings(**changed: Any) -> MatrixConfig:

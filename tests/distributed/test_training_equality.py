@@ -16,7 +16,10 @@ Ranks = Callable[..., list[Any]]
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4)]
 SEVERAL_WAVES = MatrixConfig(exchange_buffer_mb=0.06, min_dim=1)
-"""So small that the tiny GPT takes several waves at every layout of more than one rank."""
+"""So small that the tiny GPT takes several waves at every layout of two to four ranks."""
+
+SEVERAL_WAVES_OF_EIGHT = MatrixConfig(exchange_buffer_mb=0.04, min_dim=1)
+"""The same for eight, of which each holds less."""
 
 
 def variant(tp: int, dp: int, *, demanding: bool) -> Run:
@@ -28,9 +31,15 @@ def variant(tp: int, dp: int, *, demanding: bool) -> Run:
             overlap=True,
             sequence_parallel=True,
             clip_grad=100.0,
-            config=SEVERAL_WAVES if tp * dp > 1 else MatrixConfig(min_dim=1),
+            config=_buffer_for(tp * dp),
         )
     return Run(tp=tp, dp=dp, clip_grad=0.5)
+
+
+def _buffer_for(ranks: int) -> MatrixConfig:
+    if ranks == 1:
+        return MatrixConfig(min_dim=1)
+    return SEVERAL_WAVES if ranks <= 4 else SEVERAL_WAVES_OF_EIGHT
 
 
 @pytest.mark.parametrize("demanding", [False, True], ids=["plain-clipped", "overlap-sp-waves"])
