@@ -18,9 +18,6 @@ LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4)]
 SEVERAL_WAVES = MatrixConfig(exchange_buffer_mb=0.06, min_dim=1)
 """So small that the tiny GPT takes several waves at every layout of two to four ranks."""
 
-SEVERAL_WAVES_OF_EIGHT = MatrixConfig(exchange_buffer_mb=0.04, min_dim=1)
-"""The same for eight, of which each holds less."""
-
 
 def variant(tp: int, dp: int, *, demanding: bool) -> Run:
     """Plain with clipping that binds; or overlap, several buckets and waves, sequence parallel."""
@@ -31,15 +28,9 @@ def variant(tp: int, dp: int, *, demanding: bool) -> Run:
             overlap=True,
             sequence_parallel=True,
             clip_grad=100.0,
-            config=_buffer_for(tp * dp),
+            config=SEVERAL_WAVES if 1 < tp * dp <= 4 else MatrixConfig(min_dim=1),
         )
     return Run(tp=tp, dp=dp, clip_grad=0.5)
-
-
-def _buffer_for(ranks: int) -> MatrixConfig:
-    if ranks == 1:
-        return MatrixConfig(min_dim=1)
-    return SEVERAL_WAVES if ranks <= 4 else SEVERAL_WAVES_OF_EIGHT
 
 
 @pytest.mark.parametrize("demanding", [False, True], ids=["plain-clipped", "overlap-sp-waves"])
@@ -52,7 +43,12 @@ def _buffer_for(ranks: int) -> MatrixConfig:
         for tp, dp in LAYOUTS
     ],
 )
-def test_every_update_equals_the_reference(ranks: Ranks, tp: int, dp: int, demanding: bool) -> None:
+def test_every_update_equals_the_reference(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tp: int, dp: int, demanding: bool
+) -> None:
+    if demanding:
+        # Eight ranks hold too little each for a bound on memory to cut it.
+        monkeypatch.setattr("megatron_muon.placement.waves.MIN_WAVE_ELEMENTS", 1)
     run = variant(tp, dp, demanding=demanding)
     results = ranks(run.world_size, train, run)
     found = errors_against_reference(run, results[0], QUINTIC)
