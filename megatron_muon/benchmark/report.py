@@ -63,7 +63,7 @@ def optimizer_table(results: Mapping[str, Measurement]) -> list[str]:
             "× dmuon",
             "GFLOP a rank",
             "MB sent a rank",
-            "masters + state, MB (× AdamW)",
+            "optimizer state, MB (× AdamW)",
             "exchange buffers, MB",
             "first update off by",
         ],

@@ -43,7 +43,7 @@ class Measurement:
         seconds: Of every measured step.
         gflop: Matrix products of one step, of the busiest rank.
         sent_mb: Bytes that one rank sends in one optimizer step, the most, in MB.
-        state_mb: Master weights and optimizer state of the rank with the most, in MB.
+        state_mb: Optimizer state of the rank with the most, in MB.
         exchange_mb: Buffers of the exchange on the rank with the most, in MB.
         update_error: Relative error of the first update against float64, None for other rules.
     """

@@ -150,26 +150,19 @@ def matrix_updates(optimizer: Any) -> list[Any]:
 
 
 def state_bytes(optimizer: Any) -> int:
-    """Bytes of master weights and optimizer state of this rank, without model and gradients."""
-    seen: dict[int, int] = {}
+    """Bytes of this rank's optimizer state: moments, momenta, factors; masters are not counted.
 
-    def add(value: Any) -> None:
-        if isinstance(value, torch.Tensor) and value.numel() > 1:
-            storage = value.untyped_storage()
-            seen[storage.data_ptr()] = max(seen.get(storage.data_ptr(), 0), value.nbytes)
-
-    for child in optimizer.chained_optimizers:
-        inner = getattr(child, "optimizer", child)
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                add(parameter.data)
-        for state in inner.state.values():
-            for value in state.values():
-                add(value)
-    for update in matrix_updates(optimizer):
-        for factor in update.right_factors.values():
-            add(factor)
-    return sum(seen.values())
+    In fp32 the master weights are the parameters themselves.
+    """
+    found: int = sum(
+        value.nbytes
+        for child in optimizer.chained_optimizers
+        for state in getattr(child, "optimizer", child).state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.numel() > 1
+    )
+    updates = matrix_updates(optimizer)
+    return found + sum(factor.nbytes for u in updates for factor in u.right_factors.values())
 
 
 def _config(**changes: Any) -> OptimizerConfig:
