@@ -162,7 +162,8 @@ def state_bytes(optimizer: Any) -> int:
         if isinstance(value, torch.Tensor) and value.numel() > 1
     )
     updates = matrix_updates(optimizer)
-    return found + sum(factor.nbytes for u in updates for factor in u.right_factors.values())
+    factors: int = sum(f.nbytes for u in updates for f in u.right_factors.values())
+    return found + factors
 
 
 def _config(**changes: Any) -> OptimizerConfig:
