@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -98,6 +98,13 @@ def check_agreement(
             "shapes, bucket sizes or --matrix-rule differ between ranks; start every rank with the "
             "same arguments and the same model"
         )
+
+
+def same_on_all_ranks[T](find: Callable[[], T]) -> T:
+    """What rank 0 finds, on every rank; used at start and at load only."""
+    found: list[T | None] = [find() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]  # type: ignore[return-value]
 
 
 def gather_objects[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:

@@ -201,6 +201,12 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
         asked = kwargs.get("sharding_type") or (kwargs.get("metadata") or {}).get(
             "distrib_optim_sharding_type"
         )
+        if asked != "dp_reshardable" and (kwargs.get("is_loading") or args[1:2] == (True,)):
+            raise ValueError(
+                f"the checkpoint's optimizer state has sharding type '{asked}', and ours loads "
+                "'dp_reshardable' only: type --no-load-optim to start the optimizer anew from the "
+                "checkpoint's weights"
+            )
         if asked != "dp_reshardable":
             raise ValueError(
                 f"the matrix optimizer's state cannot be saved with sharding type '{asked}'; "

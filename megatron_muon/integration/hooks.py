@@ -8,6 +8,9 @@ In ``megatron.training.training``:
     ``get_megatron_optimizer`` builds ours where the config carries settings.
 In ``megatron.core.optimizer``:
     ``get_megatron_optimizer``, the same for callers that import it from there.
+In ``megatron.core.dist_checkpointing``:
+    ``load`` asks first whether the checkpoint holds what our optimizer needs;
+    ``load_common_state_dict`` says so when a save was cut off.
 
 Valid for the versions in ``versions.SUPPORTED``; a missing target is refused by name.
 """
@@ -97,6 +100,18 @@ def _ours_where_asked(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_megatron_optimizer
 
 
+def _asking_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron_muon.integration.checkpoint_hook import with_check
+
+    return with_check(original)
+
+
+def _telling_what_is_incomplete(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron_muon.integration.checkpoint_hook import telling_what_is_incomplete
+
+    return telling_what_is_incomplete(original)
+
+
 HOOKS = (
     Hook(
         module="megatron.training.arguments",
@@ -118,6 +133,12 @@ HOOKS = (
         module="megatron.core.optimizer",
         attribute="get_megatron_optimizer",
         wrap=_ours_where_asked,
+    ),
+    Hook(module="megatron.core.dist_checkpointing", attribute="load", wrap=_asking_first),
+    Hook(
+        module="megatron.core.dist_checkpointing",
+        attribute="load_common_state_dict",
+        wrap=_telling_what_is_incomplete,
     ),
 )
 

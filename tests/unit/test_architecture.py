@@ -42,7 +42,15 @@ ALLOWED_LATE = {
     ("benchmark/__main__.py", "cpu"),
 }
 # Of torch.distributed, outside exchange (all of it) and cpu (which replaces parts of it).
-ALLOWED_DISTRIBUTED = {"integration": {"get_rank", "ProcessGroup"}}
+ALLOWED_DISTRIBUTED = {
+    "integration": {
+        "get_rank",
+        "ProcessGroup",
+        "FileSystemReader",
+        "TensorStorageMetadata",
+        "CheckpointException",
+    }
+}
 WITHOUT_TORCH = ("matrices", "placement", "config", "launch", "__init__")
 VAGUE_NAMES = {"utils", "util", "misc", "helpers", "helper", "common"}
 

@@ -1,0 +1,103 @@
+"""Checkpoints that do not fit, through ``pretrain()``: one sentence, on every rank, no hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.test_pretrain import DMUON, ORTH_DION, pretrain_with_hooks
+from tests.ranks import RankFailed
+
+Ranks = Callable[..., list[Any]]
+Flags = tuple[str, ...]
+
+ADAM = ("--optimizer", "adam")
+ADAM_WHOLE = (*ADAM, "--dist-ckpt-optim-fully-reshardable")
+RULE = ("--matrix-rule", "*.linear_fc2.weight:optimizer=adam")
+
+
+def save(ranks: Ranks, folder: Path, flags: Flags, tp: int = 1) -> None:
+    ranks(2, pretrain_with_hooks, folder, folder, tp, 1, 1, flags, init_process_group=False)
+
+
+def refused(ranks: Ranks, folder: Path, flags: Flags, tp: int = 1) -> str:
+    """What both ranks said."""
+    with pytest.raises(RankFailed) as failed:
+        arguments = (folder, folder.with_name("other"), tp, 1, 2, flags)
+        ranks(2, pretrain_with_hooks, *arguments, init_process_group=False)
+    reports = failed.value.reports
+    assert len(reports) == 2
+    said = {report.partition("CheckpointMismatchError: ")[2] for report in reports.values()}
+    (text,) = said
+    assert f"cannot load {folder}" in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "said"),
+    [
+        (DMUON, ORTH_DION, "state of dmuon, and this run is --optimizer orth_dion: type --optimiz"),
+        (ORTH_DION, DMUON, "state of orth_dion, and this run is --optimizer dmuon: type --optimiz"),
+        (ADAM, DMUON, "state of Megatron's Adam with the distributed optimizer, and this run"),
+        (
+            ORTH_DION,
+            (*ORTH_DION, "--orth-dion-rank-fraction", "0.25"),
+            "type --orth-dion-rank-fraction 0.5",
+        ),
+        (DMUON, (*DMUON, *RULE), "linear_fc2.weight was trained with the matrix optimizer in"),
+        ((*DMUON, *RULE), DMUON, "linear_fc2.weight was trained with Adam in the checkpoint"),
+    ],
+    ids=[
+        "dmuon to orth_dion",
+        "orth_dion to dmuon",
+        "adam",
+        "rank",
+        "rule added",
+        "rule removed",
+    ],
+)
+def test_other_state_is_refused_by_a_sentence(
+    ranks: Ranks, tmp_path: Path, saved: Flags, loaded: Flags, said: str
+) -> None:
+    folder = tmp_path / "saved"
+    save(ranks, folder, saved)
+    text = refused(ranks, folder, loaded)
+    assert said in text
+    assert "--no-load-optim" in text
+
+
+def test_another_sharding_type_is_refused_by_a_sentence(ranks: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    save(ranks, folder, ADAM_WHOLE)
+    with pytest.raises(RankFailed) as failed:
+        arguments = (folder, tmp_path / "other", 1, 1, 2, DMUON)
+        ranks(2, pretrain_with_hooks, *arguments, init_process_group=False)
+    for report in failed.value.reports.values():
+        assert "the checkpoint's optimizer state has sharding type 'fully_reshardable'" in report
+        assert "type --no-load-optim" in report
+
+
+def test_the_weights_alone_can_be_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    save(ranks, folder, DMUON)
+    flags = (*ORTH_DION, "--no-load-optim")
+    arguments = (folder, tmp_path / "other", 1, 1, 2, flags)
+    results = ranks(2, pretrain_with_hooks, *arguments, init_process_group=False)
+    assert all(len(losses) for losses, _ in results)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut off"])
+def test_an_incomplete_checkpoint_is_told(ranks: Ranks, tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "saved"
+    save(ranks, folder, DMUON)
+    (metadata,) = folder.glob("iter_*/.metadata")
+    if damage == "missing":
+        metadata.unlink()
+    else:
+        metadata.write_bytes(metadata.read_bytes()[:100])
+    text = refused(ranks, folder, DMUON)
+    assert "it is incomplete: its .metadata" in text
+    assert "--ckpt-step" in text

@@ -1,0 +1,101 @@
+"""What is said of a checkpoint that does not fit, from its keys and shapes alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_muon.integration.checkpoint_check import checkpoint_problems, optimizer_of
+
+OURS = "optimizer.distributed.dp_group_idx_0.decoder.layers.0."
+FACTOR = "optimizer.state.right_factor.decoder.layers.0."
+DMUON = {
+    f"{OURS}mlp.linear_fc1.weight.param": (4096,),
+    f"{OURS}mlp.linear_fc1.weight.momentum_buffer": (4096,),
+    f"{OURS}final_norm.weight.param": (64,),
+    f"{OURS}final_norm.weight.exp_avg": (64,),
+    f"{OURS}final_norm.weight.exp_avg_sq": (64,),
+}
+ORTH_DION = DMUON | {f"{FACTOR}mlp.linear_fc1.weight[gate]": (32, 8)}
+BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_x.bucket_idx_0."
+ADAM_BUCKETS = {f"{BUCKET}exp_avg": (9,)}
+ADAM = {"optimizer.state.exp_avg.decoder.layers.0.mlp.linear_fc1.weight": (64, 64)}
+MUON = {"optimizer.state.momentum_buffer.decoder.layers.0.mlp.linear_fc1.weight": (64, 64)}
+CHAINED = {f"chained_0.{key}": shape for key, shape in MUON.items()}
+
+Keys = dict[str, tuple[int, ...]]
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        (DMUON, "dmuon"),
+        (ORTH_DION, "orth_dion"),
+        (ADAM_BUCKETS, "Megatron's Adam with the distributed optimizer"),
+        (ADAM, "Megatron's Adam"),
+        (MUON, "megatron-core's muon"),
+        (CHAINED, "megatron-core's muon"),
+        ({"optimizer.state.exp_inf.x": (1,)}, "another optimizer"),
+        ({"decoder.layers.0.mlp.linear_fc1.weight": (64, 64)}, ""),
+        ({}, ""),
+    ],
+)
+def test_who_wrote_a_checkpoint(keys: Keys, name: str) -> None:
+    assert optimizer_of(keys) == name
+
+
+@pytest.mark.parametrize(("wanted", "optimizer"), [(DMUON, "dmuon"), (ORTH_DION, "orth_dion")])
+def test_what_fits_is_not_mentioned(wanted: Keys, optimizer: str) -> None:
+    assert checkpoint_problems(wanted, wanted | {"optimizer.more": (1,)}, optimizer) == []
+    assert checkpoint_problems({}, wanted, optimizer) == []
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({}, "holds no optimizer state: --no-load-optim starts"),
+        (ADAM, "holds optimizer state of Megatron's Adam, and this run is --optimizer dmuon: --no"),
+        (MUON, "holds optimizer state of megatron-core's muon, and this run is --optimizer dmuon"),
+        (ORTH_DION, "holds optimizer state of orth_dion, and this run is --optimizer dmuon: type"),
+        (ORTH_DION, "type --optimizer orth_dion to go on with it, or --no-load-optim"),
+    ],
+)
+def test_another_optimizers_checkpoint(found: Keys, said: str) -> None:
+    (problem,) = checkpoint_problems(DMUON, found, "dmuon")
+    assert said in problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({f"{FACTOR}mlp.linear_fc1.weight[gate]": (32, 4)}, "--orth-dion-rank-fraction 0.125"),
+        ({f"{OURS}mlp.linear_fc1.weight.param": (2048,)}, "has 2,048 elements in the checkpoint"),
+    ],
+)
+def test_another_size(changes: Keys, said: str) -> None:
+    (problem,) = checkpoint_problems(ORTH_DION, ORTH_DION | changes, "orth_dion")
+    assert said in problem
+    assert "mlp.linear_fc1.weight" in problem
+
+
+def test_a_parameter_that_a_rule_moved() -> None:
+    found = {k: s for k, s in DMUON.items() if not k.endswith("linear_fc1.weight.momentum_buffer")}
+    found |= {
+        f"{OURS}mlp.linear_fc1.weight.exp_avg": (4096,),
+        f"{OURS}mlp.linear_fc2.weight.momentum_buffer": (4096,),
+    }
+    (problem,) = checkpoint_problems(DMUON, found, "dmuon")
+    assert (
+        "mlp.linear_fc1.weight was trained with Adam in the checkpoint and is with the" in problem
+    )
+    assert "--matrix-rule" in problem
+
+
+def test_a_parameter_that_is_not_there() -> None:
+    found = {key.replace("layers.0.mlp", "layers.7.mlp"): shape for key, shape in DMUON.items()}
+    (problem,) = checkpoint_problems(DMUON, found, "dmuon")
+    assert "decoder.layers.0.mlp.linear_fc1.weight has no optimizer state" in problem
+
+
+def test_one_sentence_of_a_kind_is_enough() -> None:
+    found = {key: (shape[0] // 2, *shape[1:]) for key, shape in DMUON.items()}
+    assert len(checkpoint_problems(DMUON, found, "dmuon")) == 1
