@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -95,6 +96,30 @@ def test_bf16_replicas_are_bit_equal(ranks: Ranks, tp: int, dp: int) -> None:
     results = ranks(run.world_size, train, run)
     assert_replicas_bit_equal(results, run)
     assert results[0]["losses"][-1] < results[0]["losses"][0]
+
+
+@pytest.mark.parametrize(
+    ("compute", "exchange", "bound"),
+    [("fp16", "auto", 0.02), ("bf16", "auto", 0.1), ("fp32", "bf16", 0.02), ("bf16", "fp32", 0.1)],
+)
+@pytest.mark.parametrize(("tp", "dp"), [(2, 2), pytest.param(1, 3, marks=pytest.mark.slow)])
+def test_sixteen_bits_are_near_the_reference_and_the_same_on_all_ranks(
+    ranks: Ranks, tp: int, dp: int, compute: str, exchange: str, bound: float
+) -> None:
+    """What travels in bf16 is counted as such; an owner's own piece is rounded like the others'."""
+    config = MatrixConfig(compute_dtype=compute, exchange_dtype=exchange, min_dim=1, nesterov=True)
+    run = Run(tp=tp, dp=dp, steps=4, overlap=True, config=config)
+    results = ranks(run.world_size, train, run)
+    found = errors_against_reference(run, results[0], QUINTIC)
+    assert 1e-4 < found.matrix < bound
+    assert_replicas_bit_equal(results, run)
+    wide = dataclasses.replace(run, config=dataclasses.replace(config, exchange_dtype="fp32"))
+    in_fp32 = ranks(wide.world_size, train, wide)
+    narrow = exchange == "bf16" or exchange == "auto"
+    for result, other in zip(results, in_fp32, strict=True):
+        (counters, load), (counters_32, _) = result["counters"][0], other["counters"][0]
+        assert counters.sent_bytes == load.sent_bytes
+        assert counters.sent_bytes * (2 if narrow else 1) == counters_32.sent_bytes
 
 
 def distance(results: list[dict[str, Any]], base: dict[str, Any]) -> float:
