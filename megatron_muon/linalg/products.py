@@ -8,6 +8,7 @@ there is one; otherwise it is a plain product.
 from __future__ import annotations
 
 import itertools
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from megatron_muon.linalg.kernels import symmetric_kernel
 BLOCK_ROWS = 128
 
 
+@lru_cache(maxsize=256)
 def block_rows(m: int, device: torch.device) -> tuple[tuple[int, int], ...]:
     """(first, end) of the block rows in which a symmetric m×m product is computed."""
     count = max(1, m // BLOCK_ROWS) if device.type == "cpu" else 1

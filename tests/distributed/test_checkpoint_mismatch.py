@@ -16,6 +16,7 @@ Flags = tuple[str, ...]
 
 ADAM = ("--optimizer", "adam")
 ADAM_WHOLE = (*ADAM, "--dist-ckpt-optim-fully-reshardable")
+MUON = ("--optimizer", "muon", "--bf16")
 RULE = ("--matrix-rule", "*.linear_fc2.weight:optimizer=adam")
 
 
@@ -41,6 +42,7 @@ def refused(ranks: Ranks, folder: Path, flags: Flags, tp: int = 1) -> str:
     [
         (DMUON, ORTH_DION, "state of dmuon, and this run is --optimizer orth_dion: type --optimiz"),
         (ORTH_DION, DMUON, "state of orth_dion, and this run is --optimizer dmuon: type --optimiz"),
+        (MUON, (*DMUON, "--bf16"), "state of megatron-core's muon, and this run is --optimizer"),
         (ADAM, DMUON, "state of Megatron's Adam with the distributed optimizer, and this run"),
         (
             ORTH_DION,
@@ -53,6 +55,7 @@ def refused(ranks: Ranks, folder: Path, flags: Flags, tp: int = 1) -> str:
     ids=[
         "dmuon to orth_dion",
         "orth_dion to dmuon",
+        "megatron-core's muon",
         "adam",
         "rank",
         "rule added",

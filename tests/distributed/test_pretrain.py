@@ -45,7 +45,7 @@ def pretrain_with_hooks(rank: int, *args: Any) -> tuple[list[float], dict[str, A
         "optimizer": arguments.optimizer,
         "matrix_optimizer": arguments.matrix_optimizer,
         "distributed": arguments.use_distributed_optimizer,
-        "steps": sorted({group["step"] for group in optimizer.param_groups}),
+        "steps": sorted({group.get("step", 0) for group in optimizer.param_groups}),
     }
 
 
