@@ -38,6 +38,8 @@ class Exchange:
         transport: How messages travel; not used when the group has one rank.
         dtype: Element type of the exchange; its size must be the plan's.
         device: Device of the buffers.
+        keep_buffers: Whether they stay allocated between steps. On CUDA they need not: torch's
+            allocator hands the same memory out again, and to activations meanwhile.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Exchange:
         transport: Transport,
         dtype: torch.dtype,
         device: torch.device,
+        keep_buffers: bool = True,
     ) -> None:
         if dtype.itemsize != plan.itemsize:
             raise ValueError(f"plan counts {plan.itemsize} bytes an element, {dtype} has others")
@@ -66,6 +69,7 @@ class Exchange:
         )
         self._device = device
         self._dtype = dtype
+        self._keep_buffers = keep_buffers
         self._memory: WaveMemory | None = None
 
     @property
@@ -108,6 +112,8 @@ class Exchange:
         if returning is not None:
             self._land(programs[-1], returning, apply)
         self._messenger.forget(memory.numel)
+        if not self._keep_buffers:
+            self._memory = None
 
     def _depart(self, memory: WaveMemory, wave: int, pack: PackFunction) -> Flight:
         program = self._programs[wave]

@@ -45,6 +45,8 @@ class MatrixUpdate:
         self.right_factors: dict[str, torch.Tensor] = {}
         self._rule = rule
         self._workspace = Workspace()
+        # Between steps a GPU's memory is the activations'.
+        self._keeps_memory = device.type == "cpu"
         transport = GroupTransport(group)
         self._exchange: Exchange | FactorExchange
         if isinstance(plan, FactorPlan):
@@ -57,7 +59,12 @@ class MatrixUpdate:
             )
         else:
             self._exchange = Exchange(
-                plan, rank=self.rank, transport=transport, dtype=rule.exchange_dtype, device=device
+                plan,
+                rank=self.rank,
+                transport=transport,
+                dtype=rule.exchange_dtype,
+                device=device,
+                keep_buffers=self._keeps_memory,
             )
 
     @property
@@ -79,6 +86,8 @@ class MatrixUpdate:
         if isinstance(self._rule, MuonRule):
             assert isinstance(self._exchange, Exchange)
             muon_step(self._rule, ranges, self._exchange, self._workspace)
+            if not self._keeps_memory:
+                self._workspace.clear()
         else:
             assert isinstance(self._exchange, FactorExchange)
             orth_dion_step(self._rule, ranges, self._exchange, self.right_factors)

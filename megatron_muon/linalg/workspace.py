@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Workspace:
-    """Named buffers that grow to what was asked of them and are never given back.
+    """Named buffers that grow to what was asked of them and stay until ``clear``.
 
     A buffer's content is undefined when taken; two that are needed together have different names.
     """
@@ -29,6 +29,10 @@ class Workspace:
             self._buffers.pop(key, None)
             held = self._buffers[key] = torch.empty(numel, dtype=dtype, device=device)
         return held[:numel].view(shape)
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self._buffers.clear()
 
     @property
     def nbytes(self) -> int:

@@ -29,6 +29,9 @@ from megatron_muon.linalg import (
 )
 from megatron_muon.placement.program import Piece
 
+MOST_ELEMENTS = 1 << 27
+"""Of matrices that are orthogonalized in one go; the iteration needs two to four times as much."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MuonRule:
@@ -67,13 +70,19 @@ class MuonRule:
         The result may lie in the workspace.
         """
         _, m, n = matrices.shape
-        return orthogonalize_(
-            matrices,
-            self.schedule,
-            compute_dtype=self.compute_dtype,
-            scale=self.scale(m, n),
-            workspace=workspace,
-        )
+        parts = torch.split(matrices, max(1, MOST_ELEMENTS // (m * n)))
+        for part in parts:
+            update = orthogonalize_(
+                part,
+                self.schedule,
+                compute_dtype=self.compute_dtype,
+                scale=self.scale(m, n),
+                workspace=workspace,
+            )
+            if len(parts) == 1:
+                return update
+            part.copy_(update)
+        return matrices
 
 
 @dataclass(kw_only=True)

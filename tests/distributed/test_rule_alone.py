@@ -92,6 +92,14 @@ def test_any_bucket_size(ranks: Ranks, bucket: int) -> None:
     assert errors(ranks, setting, model()) < 1e-10
 
 
+def test_large_batches_are_computed_part_by_part(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_muon.optim.muon.MOST_ELEMENTS", 300)
+    setting = Setting(tp=2, dp=1, dtype=torch.float64, steps=4)
+    assert errors(ranks, setting, model()) < 1e-10
+
+
 def test_many_waves_within_the_buffer(ranks: Ranks) -> None:
     """A buffer that holds few matrices makes many waves; the result is the same."""
     setting = Setting(tp=2, dp=2, dtype=torch.float64, layers=4, buffer_mb=0.06, steps=4)

@@ -419,6 +419,25 @@ def test_buffers_are_those_counted_and_stay_from_step_to_step(tp: int, dp: int) 
         assert all(place == seen[0] for place in seen)
 
 
+def test_buffers_can_be_let_go_between_steps() -> None:
+    stage = _stage(1, 1)
+    plan = _plan(stage)
+    exchange = Exchange(
+        plan,
+        rank=0,
+        transport=_NoTransport(),
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        keep_buffers=False,
+    )
+    for _ in range(2):
+        exchange.run(
+            pack=lambda pieces, views: None, compute=lambda b: b, apply=lambda pieces, views: None
+        )
+        assert exchange._memory is None
+        assert exchange.counters.peak_buffer_bytes == plan.loads[0].peak_buffer_bytes
+
+
 def test_ranks_that_hold_nothing_enter_every_message() -> None:
     entries = [Whole(name=f"layers.{i}.w", shape=(3, 5), tp_dim=None) for i in range(2)]
     stage = stage_of(entries, tp=1, dp=7, bucket=1)

@@ -154,6 +154,8 @@ def test_a_workspace_is_allocated_once(compute_dtype):
             result = newton_schulz(x, QUINTIC, compute_dtype=compute_dtype, out=x, workspace=space)
             assert torch.equal(result, expected)
     assert space.nbytes == held
+    space.clear()
+    assert space.nbytes == 0
     # Two iterates (and x before rounding), four of m x m, of the largest that was asked for.
     largest = 2 * 24 * 64
     assert held <= 4 * largest * (2 if compute_dtype == FP32 else 3) + 4 * 4 * 3 * 24 * 24
