@@ -108,14 +108,12 @@ def batches(text: torch.Tensor, count: int, seed: int) -> torch.Tensor:
 
 def join(world_size: int, rank: int, store: str, tp: int) -> None:
     """Make process groups; a file is the meeting point."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron_muon.exchange.measuring import join_world
+    from megatron_muon.integration.contenders import make_groups
 
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp)
-    tensor_parallel.model_parallel_cuda_manual_seed(SEED)
+    join_world(rank=rank, size=world_size, store=store, backend="gloo")
+    make_groups(tp, SEED)
 
 
 def build(contender: Contender, rate: float, tp: int = 1) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ import os
 import sys
 import time
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.device == "cuda" and torch.cuda.device_count() < RANKS:
         parser.error(f"--device cuda needs {RANKS} devices, found {torch.cuda.device_count()}")
-    _import_megatron(options.device)
+    _prepare(options.device)
     started = time.monotonic()
     found = _measure(options.device, quick=options.quick)
     options.out.mkdir(parents=True, exist_ok=True)
@@ -61,8 +62,8 @@ def main() -> int:
     return 0
 
 
-def _import_megatron(device: str) -> None:
-    """Once, so that the ranks are forks of a process that has it."""
+def _prepare(device: str) -> None:
+    """What has to come before anything imports Megatron, which the ranks then have as forks."""
     torch.set_num_threads(1)
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -124,14 +125,9 @@ def _measure(device: str, *, quick: bool) -> dict[str, Any]:
         device=device,
         limit_s=LIMIT_S,
     )
-    found["sizes"] = {"steps": vars_of(llama), "training": vars_of(narrow)}
+    found["sizes"] = {"steps": asdict(llama), "training": asdict(narrow)}
     found["tokens"] = 2 * micro_batches * narrow.sequence
     return found
-
-
-def vars_of(size: Any) -> dict[str, int]:
-    """Fields of a model size."""
-    return {name: getattr(size, name) for name in size.__dataclass_fields__}
 
 
 def _markdown(found: dict[str, Any], device: str, seconds: float) -> str:

@@ -21,6 +21,7 @@ from megatron_muon.linalg import (
     newton_schulz,
     newton_schulz_flops,
     orthogonalize_,
+    standard_segments,
 )
 
 BATCHES = ((8, 512, 2048), (8, 512, 512), (16, 128, 512), (2, 1024, 1024))
@@ -74,7 +75,7 @@ def kernel_table(device: torch.device, rounds: int) -> list[KernelRow]:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
         exact = polynomial_of(x, "quintic", STEPS)
         rate = gemm_rate(device, rounds)
-        standard = tuple((step,) for step in schedule)
+        standard = standard_segments(schedule)
         cheapest = cheapest_segments(shape[1], shape[2], schedule, torch.float32, device)
         for name, segments in (("ours", cheapest), ("ours, standard form", standard)):
             rows.append(_ours(name, x, segments, exact, rate, rounds))
@@ -184,7 +185,7 @@ def error_table() -> list[ErrorRow]:
         steps = len(found.steps) if len(found.steps) > 1 else STEPS
         steps = 4 if name == "aol" else steps
         schedule = coefficient_schedule(name, steps)
-        standard, carried = tuple((s,) for s in schedule), carried_segments(schedule)
+        standard, carried = standard_segments(schedule), carried_segments(schedule)
         for form, dtype, segments in (
             ("fp32, standard", torch.float32, standard),
             ("fp32, Gram", torch.float32, carried),

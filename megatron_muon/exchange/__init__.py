@@ -2,7 +2,7 @@
 
 from megatron_muon.exchange.factor_runner import FactorExchange, WaveMail
 from megatron_muon.exchange.groups import exchange_group
-from megatron_muon.exchange.messenger import ExchangeCounters, Flight, Messenger, interleave
+from megatron_muon.exchange.messenger import ExchangeCounters, Flight
 from megatron_muon.exchange.runner import Exchange
 from megatron_muon.exchange.transport import (
     GroupTransport,
@@ -10,6 +10,7 @@ from megatron_muon.exchange.transport import (
     Transport,
     check_agreement,
     gather_objects,
+    same_on_all_ranks,
 )
 
 __all__ = [
@@ -18,12 +19,11 @@ __all__ = [
     "FactorExchange",
     "Flight",
     "GroupTransport",
-    "Messenger",
     "PlanMismatchError",
     "Transport",
     "WaveMail",
     "check_agreement",
     "exchange_group",
     "gather_objects",
-    "interleave",
+    "same_on_all_ranks",
 ]

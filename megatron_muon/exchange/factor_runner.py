@@ -17,12 +17,10 @@ class WaveMail:
 
     Attributes:
         program: What the rank holds and owns.
-        rank: This rank in the group.
     """
 
     def __init__(self, program: FactorWave, messenger: Messenger) -> None:
         self.program = program
-        self.rank = messenger.rank
         self._messenger = messenger
         self._received: dict[Round, torch.Tensor] = {}
         self._held = 0
@@ -95,9 +93,7 @@ class FactorExchange:
         if dtype.itemsize != plan.itemsize:
             raise ValueError(f"plan counts {plan.itemsize} bytes an element, {dtype} has others")
         self.plan = plan
-        self.rank = rank
         self.dtype = dtype
-        self.device = device
         self._messenger = Messenger(
             size=plan.group.size, rank=rank, transport=transport, dtype=dtype, device=device
         )

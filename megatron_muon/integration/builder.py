@@ -125,7 +125,9 @@ def _plan_together(
     rule: MatrixRule | None = None
     try:
         rule = make_rule(settings, device)
-        plans = [plan_stage(settings, rule, routed, model_chunks, domain) for domain in found]
+        plans = [
+            plan_stage(settings, rule, routed, model_chunks, domain, device) for domain in found
+        ]
     except ValueError as error:
         problems.append(str(error))
     _raise_on_every_rank(problems)

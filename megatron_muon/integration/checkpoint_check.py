@@ -5,10 +5,12 @@ torch's loader answers the same question with a traceback that lists every key o
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_muon.config import OPTIMIZERS
 from megatron_muon.integration.combined_optimizer import MOMENTUM_KEY, RIGHT_FACTOR_KEY
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -40,6 +42,15 @@ def optimizer_of(keys: Iterator[str] | Mapping[str, Any]) -> str:
     return "another optimizer"
 
 
+def another_optimizer(saved: str, ours: str, *, to_type: str | None = None) -> str:
+    """The sentence on state of ``saved`` in a run of ``ours``; ``to_type`` would go on with it."""
+    with_it = f"type --optimizer {to_type} to go on with it, or " if to_type else ""
+    return (
+        f"the checkpoint holds optimizer state of {saved}, and this run is --optimizer "
+        f"{ours}: {with_it}{START_ANEW}"
+    )
+
+
 def checkpoint_problems(wanted: Shapes, found: Shapes, optimizer: str) -> list[str]:
     """Sentences on what a checkpoint lacks; empty when it can be loaded.
 
@@ -52,13 +63,8 @@ def checkpoint_problems(wanted: Shapes, found: Shapes, optimizer: str) -> list[s
     if not saved:
         return [f"the checkpoint holds no optimizer state: {START_ANEW}"]
     if saved != optimizer:
-        with_it = f"type --optimizer {saved} to go on with it, or " if " " not in saved else ""
-        return [
-            (
-                f"the checkpoint holds optimizer state of {saved}, and this run is --optimizer "
-                f"{optimizer}: {with_it}{START_ANEW}"
-            )
-        ]
+        known = saved if saved in OPTIMIZERS else None
+        return [another_optimizer(saved, optimizer, to_type=known)]
     problems: dict[str, str] = {}
     names = {match["name"]: match["state"] for key in found if (match := _OURS.fullmatch(key))}
     for key, shape in wanted.items():
@@ -86,9 +92,9 @@ def _problem(
     name = ours["name"] if ours else factor["name"] if factor else key
     if saved is not None:
         return "size", (
-            f"{name} has {_numel(saved):,} elements in the checkpoint and {_numel(shape):,} here: "
-            "it is another model, or was saved at another tensor-parallel size; optimizer state "
-            f"loads at the same one only, or {START_ANEW}"
+            f"{name} has {math.prod(saved):,} elements in the checkpoint and {math.prod(shape):,} "
+            "here: it is another model, or was saved at another tensor-parallel size; optimizer "
+            f"state loads at the same one only, or {START_ANEW}"
         )
     if ours and name in names:
         then = "Adam" if names[name] in _ADAM_STATES else "the matrix optimizer"
@@ -102,10 +108,3 @@ def _problem(
         f"{name} has no optimizer state in the checkpoint: it is another model, another pipeline "
         f"layout or another split (--matrix-…, --muon-no-split-qkv); {START_ANEW}"
     )
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    product = 1
-    for side in shape:
-        product *= side
-    return product

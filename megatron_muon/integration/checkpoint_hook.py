@@ -12,8 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_muon.exchange import gather_objects
-from megatron_muon.exchange.transport import same_on_all_ranks
+from megatron_muon.exchange import gather_objects, same_on_all_ranks
 from megatron_muon.integration.checkpoint_check import (
     Shapes,
     checkpoint_problems,

@@ -14,6 +14,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, param_group_identifier_keys
 from megatron.core.utils import log_single_rank
 
+from megatron_muon.integration.checkpoint_check import another_optimizer
 from megatron_muon.integration.combined_optimizer import (
     MATRIX_GROUP_KEY,
     MOMENTUM_KEY,
@@ -333,12 +334,8 @@ def _require_same_optimizer(current: Sequence[dict[str, Any]], saved: Mapping[st
     theirs = {g[MATRIX_GROUP_KEY] for g in saved["param_groups"] if g.get(MATRIX_GROUP_KEY)}
     if ours and theirs != ours:
         found = ", ".join(sorted(theirs)) or "an optimizer without matrices (Adam)"
-        wanted = ", ".join(sorted(ours))
-        raise ValueError(
-            f"the checkpoint holds optimizer state of {found}, and this run is --optimizer "
-            f"{wanted}: type --optimizer {min(theirs, default='adam')} to go on with it, or "
-            "--no-load-optim to start the optimizer anew from its weights"
-        )
+        wanted, to_type = ", ".join(sorted(ours)), min(theirs, default="adam")
+        raise ValueError(another_optimizer(found, wanted, to_type=to_type))
 
 
 def _resumed_group(current: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:

@@ -69,6 +69,7 @@ def plan_stage(
     routed: Sequence[RoutedParameter],
     model_chunks: Sequence[Any],
     domain: Domain,
+    device: torch.device,
 ) -> Plan:
     """The plan of this stage's matrices of one domain.
 
@@ -81,6 +82,7 @@ def plan_stage(
         routed: Every trainable parameter, with its split decided.
         model_chunks: Chunks wrapped in ``DistributedDataParallel``.
         domain: Dense parameters or experts.
+        device: Where matrices are computed; it decides what an operation costs.
 
     Raises:
         ValueError: A parameter cannot be cut or split as asked, or the buffer is too small.
@@ -95,7 +97,6 @@ def plan_stage(
         parameter = _sharded_parameter(entry, layout[entry.parameter.tensor], tp=tp, dp=dp)
         parameters.append(parameter)
         logical.extend(logical_matrices(parameter, split=entry.split))
-    device = next(p.device for chunk in model_chunks for p in chunk.parameters())
     group, buffer_bytes = ExchangeGroup(tp=tp, dp=dp), int(settings.exchange_buffer_mb * 2**20)
     if isinstance(rule, MuonRule):
         return make_plan(

@@ -14,6 +14,7 @@ from megatron_muon.linalg.newton_schulz import (
     newton_schulz,
     newton_schulz_flops,
     orthogonalize_,
+    standard_segments,
 )
 from megatron_muon.linalg.orthonormal import (
     RIGHT_FACTORS,
@@ -58,6 +59,7 @@ __all__ = [
     "resolve_compute_dtype",
     "resolve_exchange_dtype",
     "right_factor",
+    "standard_segments",
     "update_rms",
     "update_scale",
 ]

@@ -173,11 +173,16 @@ def cheapest_segments(
     The choice follows from counts alone, so a run that is started again computes the same bits. In
     bf16 it is always the standard form: carrying A on with 8 bits triples the error.
     """
-    standard = tuple((step,) for step in schedule)
+    standard = standard_segments(schedule)
     if compute_dtype == torch.bfloat16:
         return standard
     candidates = (standard, carried_segments(schedule))
     return min(candidates, key=lambda segments: newton_schulz_flops(m, n, segments, device))
+
+
+def standard_segments(schedule: Schedule) -> Segments:
+    """Returns the standard form: A is computed anew in every step."""
+    return tuple((step,) for step in schedule)
 
 
 def carried_segments(schedule: Schedule) -> Segments:

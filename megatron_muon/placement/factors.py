@@ -18,9 +18,8 @@ receive the same.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from typing import Literal
@@ -129,16 +128,6 @@ class FactorPlan(Plan):
 
     ranks: tuple[int, ...]
     schemes: tuple[Scheme, ...]
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of inputs and choices; equal on all ranks or the job must not start."""
-        decided = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in ("gathers", "scatters")
-        }
-        return hashlib.sha256(repr(decided).encode()).hexdigest()
 
     @cached_property
     def shares(self) -> tuple[tuple[Share, ...], ...]:

@@ -13,6 +13,7 @@ from megatron_muon.linalg import (
     coefficient_schedule,
     newton_schulz,
     newton_schulz_flops,
+    standard_segments,
 )
 from tests.unit.linalg.test_newton_schulz import SETS, error, exact, random
 from tests.unit.optim.whole_matrices import rotation
@@ -20,10 +21,6 @@ from tests.unit.optim.whole_matrices import rotation
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 QUINTIC = coefficient_schedule("quintic", 5)
-
-
-def standard(schedule):
-    return tuple((step,) for step in schedule)
 
 
 def cut(schedule, lengths):
@@ -47,7 +44,7 @@ def test_every_segmentation_is_the_polynomial_of_the_singular_values(shape, leng
 
 
 @pytest.mark.parametrize("shape", [(300, 300), (2, 257, 400), (520, 260)], ids=str)
-@pytest.mark.parametrize("form", [standard, carried_segments])
+@pytest.mark.parametrize("form", [standard_segments, carried_segments])
 def test_block_rows_make_up_the_products(shape, form):
     x = random(shape)
     result = newton_schulz(x, QUINTIC, compute_dtype=FP64, segments=form(QUINTIC))
@@ -74,7 +71,7 @@ def test_carried_on_in_fp32_is_as_near_as_the_standard_form(name, steps, power):
     expected = exact(x, schedule)
     off = [
         error(newton_schulz(x, schedule, compute_dtype=FP32, segments=form(schedule)), expected)
-        for form in (standard, carried_segments)
+        for form in (standard_segments, carried_segments)
     ]
     assert off[1] < 3 * off[0] + 1e-6
 
@@ -102,7 +99,7 @@ def test_fp16_carried_on_is_nearer_than_bf16(name, steps):
 @pytest.mark.parametrize(
     "shape", [(1, 5, 5), (3, 8, 40), (2, 300, 300), (2, 256, 700), (1, 130, 40)], ids=str
 )
-@pytest.mark.parametrize("form", [standard, carried_segments])
+@pytest.mark.parametrize("form", [standard_segments, carried_segments])
 def test_operations_are_counted_as_they_are_done(shape, form, compute_dtype):
     batch, m, n = shape
     segments = form(QUINTIC)
@@ -119,7 +116,9 @@ def test_operations_are_counted_as_they_are_done(shape, form, compute_dtype):
 
 def test_costs_of_design_are_met():
     m, n, k, s = 64, 640, 5, 2
-    assert newton_schulz_flops(m, n, standard(QUINTIC), CUDA) == k * (4 * m * m * n + 2 * m**3)
+    assert newton_schulz_flops(m, n, standard_segments(QUINTIC), CUDA) == k * (
+        4 * m * m * n + 2 * m**3
+    )
     carried = newton_schulz_flops(m, n, carried_segments(QUINTIC), CUDA)
     assert len(carried_segments(QUINTIC)) == s
     assert carried == 4 * s * m * m * n + 2 * (4 * k - 3 * s) * m**3
@@ -137,7 +136,7 @@ def test_costs_of_design_are_met():
 )
 def test_the_form_is_chosen_by_count_and_dtype(shape, dtype, carried):
     segments = cheapest_segments(*shape, QUINTIC, dtype, CPU)
-    assert segments == (carried_segments(QUINTIC) if carried else standard(QUINTIC))
+    assert segments == (carried_segments(QUINTIC) if carried else standard_segments(QUINTIC))
 
 
 @pytest.mark.parametrize("compute_dtype", [FP32, BF16], ids=str)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_a_step_of_dmuon_dispatches_no_read(dtype: torch.dtype, nesterov: bool) 
     )
     ranges = ranges_of(plan, model(), torch.float32)
     with Operations() as ran:
-        muon_step(rule_of(setting), ranges, exchange, Workspace())
+        muon_step(replace(rule_of(setting), compute_dtype=dtype), ranges, exchange, Workspace())
     assert "bmm" in ran.names
     assert not ran.names & DISPATCHED
 
