@@ -29,7 +29,7 @@ def gather_full(
     local = _reduced_gradients(model) if value == "main_grad" else _parameters(model)
     bare = unwrapped(model)
     return {
-        global_name(bare, name): _assemble(bare, name, param, local[param])
+        global_name(bare, name): assemble(bare, name, param, local[param])
         for name, param in bare.named_parameters()
     }
 
@@ -103,10 +103,8 @@ def cut(model: Any, name: str, param: torch.nn.Parameter, whole: torch.Tensor) -
     return torch.cat([block.chunk(group.size(), dim)[group.rank()] for block in stacked])
 
 
-def _assemble(
-    model: Any, name: str, param: torch.nn.Parameter, local: torch.Tensor
-) -> torch.Tensor:
-    """The whole parameter from the parts of all tensor-parallel ranks: the inverse of ``_cut``."""
+def assemble(model: Any, name: str, param: torch.nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+    """The whole parameter from the parts of all tensor-parallel ranks: the inverse of ``cut``."""
     dim = _cut_dim(param)
     if dim is None:
         return local.clone()

@@ -299,6 +299,16 @@ def translate_arguments(args: Any) -> None:
                 f"({args.matrix_optimizer} is built on it; it shards nothing here)",
                 flush=True,
             )
+    if not getattr(args, "dist_ckpt_optim_fully_reshardable", True):
+        # Only this metadata lets Megatron load at another TP or PP; our form is the same without.
+        args.dist_ckpt_optim_fully_reshardable = True
+        if args.rank == 0:
+            print(
+                "megatron_muon: --dist-ckpt-optim-fully-reshardable switched on "
+                f"(checkpoints of {args.matrix_optimizer} load at every layout, nothing is "
+                "gathered for it)",
+                flush=True,
+            )
     args.optimizer = "adam"
 
 

@@ -14,8 +14,8 @@ from megatron.core.optimizer.optimizer_config import ParamKey
 
 from megatron_muon.config import MatrixConfig
 from megatron_muon.exchange import check_agreement, gather_objects
+from megatron_muon.integration.chained_optimizer import MatrixChainedOptimizer
 from megatron_muon.integration.distributed_optimizer import (
-    MatrixChainedOptimizer,
     MatrixDistributedOptimizer,
     MatrixSetup,
 )

@@ -5,20 +5,14 @@ torch's loader answers the same question with a traceback that lists every key o
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_muon.checkpoint.names import ADAM_STATES, MOMENTUM, RIGHT_FACTOR, split_state_key
 from megatron_muon.config import OPTIMIZERS
-from megatron_muon.integration.combined_optimizer import MOMENTUM_KEY, RIGHT_FACTOR_KEY
 
 Shapes = Mapping[str, tuple[int, ...]]
 """Key in the checkpoint to the global shape of its tensor."""
-
-_OURS = re.compile(r"optimizer\.distributed\.dp_group_idx_\d+\.(?P<name>.+)\.(?P<state>[a-z_]+)")
-_FACTOR = re.compile(rf"optimizer\.state\.{RIGHT_FACTOR_KEY}\.(?P<name>.+)")
-_ADAM_STATES = {"exp_avg", "exp_avg_sq"}
 
 START_ANEW = "--no-load-optim starts the optimizer anew from the checkpoint's weights"
 
@@ -28,18 +22,15 @@ def optimizer_of(keys: Iterator[str] | Mapping[str, Any]) -> str:
     found = [key for key in keys if "optimizer." in key]
     if not found:
         return ""
-    if any(_FACTOR.fullmatch(key) for key in found):
-        return "orth_dion"
     if any(".gbuf_idx_" in key for key in found):
         return "Megatron's Adam with the distributed optimizer"
-    ours = [match for key in found if (match := _OURS.fullmatch(key))]
-    if any(match["state"] == MOMENTUM_KEY for match in ours):
-        return "dmuon"
-    if any(f"optimizer.state.{MOMENTUM_KEY}." in key for key in found):
-        return "megatron-core's muon"
-    if any("optimizer.state.exp_avg" in key for key in found):
-        return "Megatron's Adam"
-    return "another optimizer"
+    states = {known[0] for key in found if (known := split_state_key(key))}
+    if RIGHT_FACTOR in states:
+        return "orth_dion"
+    if MOMENTUM in states:
+        is_chained = any(key.startswith("chained_") for key in found)
+        return "megatron-core's muon" if is_chained else "dmuon"
+    return "Megatron's Adam" if states else "another optimizer"
 
 
 def another_optimizer(saved: str, ours: str, *, to_type: str | None = None) -> str:
@@ -66,45 +57,56 @@ def checkpoint_problems(wanted: Shapes, found: Shapes, optimizer: str) -> list[s
         known = saved if saved in OPTIMIZERS else None
         return [another_optimizer(saved, optimizer, to_type=known)]
     problems: dict[str, str] = {}
-    names = {match["name"]: match["state"] for key in found if (match := _OURS.fullmatch(key))}
+    states: dict[str, set[str]] = {}
+    for key in found:
+        state_and_name = split_state_key(key)
+        if state_and_name:
+            states.setdefault(state_and_name[1], set()).add(state_and_name[0])
     for key, shape in wanted.items():
-        kind, sentence = _problem(key, shape, found.get(key), names)
+        kind, sentence = _problem(key, shape, found.get(key), states)
         if kind:
             problems.setdefault(kind, sentence)
     return list(problems.values())
 
 
 def _problem(
-    key: str, shape: tuple[int, ...], saved: tuple[int, ...] | None, names: Mapping[str, str]
+    key: str,
+    shape: tuple[int, ...],
+    saved: tuple[int, ...] | None,
+    states: Mapping[str, set[str]],
 ) -> tuple[str, str]:
     """(kind, sentence) on one key, empty where it fits. One sentence of a kind is enough."""
     if saved == shape:
         return "", ""
-    factor = _FACTOR.fullmatch(key)
-    if factor and saved is not None:
+    state, name = split_state_key(key) or ("", key)
+    if state == RIGHT_FACTOR and saved is not None:
         short = shape[0]
         same = f" {saved[1] / short:g} (and the --orth-dion-rank-multiple-of it had)"
         return "rank", (
-            f"V of {factor['name']} has rank {saved[1]} in the checkpoint and {shape[1]} here: "
+            f"V of {name} has rank {saved[1]} in the checkpoint and {shape[1]} here: "
             f"type --orth-dion-rank-fraction{same}, or {START_ANEW}"
         )
-    ours = _OURS.fullmatch(key)
-    name = ours["name"] if ours else factor["name"] if factor else key
     if saved is not None:
         return "size", (
-            f"{name} has {math.prod(saved):,} elements in the checkpoint and {math.prod(shape):,} "
-            "here: it is another model, or was saved at another tensor-parallel size; optimizer "
-            f"state loads at the same one only, or {START_ANEW}"
+            f"{name} has shape {_by(saved)} in the checkpoint and {_by(shape)} here: it is another "
+            f"model; give the flags of the saved one, or {START_ANEW}"
         )
-    if ours and name in names:
-        then = "Adam" if names[name] in _ADAM_STATES else "the matrix optimizer"
-        now = "Adam" if ours["state"] in _ADAM_STATES else "the matrix optimizer"
-        if then != now:
-            return "rule", (
-                f"{name} was trained with {then} in the checkpoint and is with {now} here: give "
-                f"the --matrix-rule and --matrix-min-dim of the saved run, or {START_ANEW}"
-            )
+    if name in states:
+        then, now = _trained_with(states[name]), _trained_with({state})
+        return "rule", (
+            f"{name} was trained with {then} in the checkpoint and is with {now} here: give "
+            f"the --matrix-rule and --matrix-min-dim of the saved run, or {START_ANEW}"
+        )
     return "name", (
-        f"{name} has no optimizer state in the checkpoint: it is another model, another pipeline "
-        f"layout or another split (--matrix-…, --muon-no-split-qkv); {START_ANEW}"
+        f"{name} has no optimizer state in the checkpoint: it is another model, is split in "
+        "another way (--matrix-…, --muon-no-split-qkv), or a --matrix-rule names single layers "
+        f"in one of the two runs only; {START_ANEW}"
     )
+
+
+def _trained_with(states: set[str]) -> str:
+    return "Adam" if states & set(ADAM_STATES) else "the matrix optimizer"
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return "x".join(str(size) for size in shape)

@@ -12,15 +12,15 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from megatron_muon.checkpoint.names import MOMENTUM, RIGHT_FACTOR, split_state_key
 from megatron_muon.exchange import gather_objects, same_on_all_ranks
 from megatron_muon.integration.checkpoint_check import (
     Shapes,
     checkpoint_problems,
     optimizer_of,
 )
-from megatron_muon.integration.combined_optimizer import MOMENTUM_KEY, RIGHT_FACTOR_KEY
 
-_OURS = (f".{MOMENTUM_KEY}", f".{RIGHT_FACTOR_KEY}.")
+_OURS = (MOMENTUM, RIGHT_FACTOR)
 
 
 class CheckpointMismatchError(ValueError):
@@ -65,14 +65,21 @@ def require_loadable(optimizer_state: Any, checkpoint_dir: str) -> None:
     Raises:
         CheckpointMismatchError: With all problems of all ranks.
     """
-    wanted = {tensor.key: tuple(tensor.global_shape) for tensor in _tensors(optimizer_state)}
-    is_ours = any(mark in key for key in wanted for mark in _OURS)
+    tensors = list(_tensors(optimizer_state))
+    wanted = {tensor.key: tuple(tensor.global_shape) for tensor in tensors}
+    is_ours = any((split_state_key(key) or ("",))[0] in _OURS for key in wanted)
     kinds = gather_objects(optimizer_of(wanted) if is_ours else "")
     ours = next((kind for kind in ("orth_dion", "dmuon") if kind in kinds), "")
     if not ours:
         return
     found = same_on_all_ranks(lambda: _optimizer_shapes(checkpoint_dir))
-    problems = [found] if isinstance(found, str) else checkpoint_problems(wanted, found, ours)
+    if isinstance(found, str):
+        problems = [found]
+    else:
+        # The vocabulary is padded to a multiple of the tensor-parallel size.
+        flexible = {tensor.key for tensor in tensors if tensor.allow_shape_mismatch}
+        wanted |= {key: found[key] for key in flexible & found.keys()}
+        problems = checkpoint_problems(wanted, found, ours)
     everyone = dict.fromkeys(p for theirs in gather_objects(problems) for p in theirs)
     if everyone:
         raise CheckpointMismatchError(_text(checkpoint_dir, everyone))

@@ -7,14 +7,10 @@ from typing import Any
 
 import torch
 
+from megatron_muon.checkpoint.names import MOMENTUM
+
 MATRIX_GROUP_KEY = "matrix_optimizer"
 """Key of a param group whose parameters are matrices; its value is the optimizer's name."""
-
-MOMENTUM_KEY = "momentum_buffer"
-"""State key of a matrix's momentum, the name that megatron-core's own muon uses."""
-
-RIGHT_FACTOR_KEY = "right_factor"
-"""State key of Orth-Dion's V, which belongs to a matrix's owner and not to a parameter's range."""
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
@@ -66,8 +62,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             if MATRIX_GROUP_KEY in group:
                 for parameter in group["params"]:
-                    if MOMENTUM_KEY not in self.state[parameter]:
-                        self.state[parameter][MOMENTUM_KEY] = torch.zeros_like(parameter.data)
+                    if MOMENTUM not in self.state[parameter]:
+                        self.state[parameter][MOMENTUM] = torch.zeros_like(parameter.data)
         self._set_scalar_steps()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

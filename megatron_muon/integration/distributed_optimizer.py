@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import ChainedOptimizer, param_group_identifier_keys
-from megatron.core.utils import log_single_rank
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
+from megatron_muon.checkpoint.names import MASTER, MOMENTUM, RIGHT_FACTOR
 from megatron_muon.integration.checkpoint_check import another_optimizer
-from megatron_muon.integration.combined_optimizer import (
-    MATRIX_GROUP_KEY,
-    MOMENTUM_KEY,
-    RIGHT_FACTOR_KEY,
-    CombinedOptimizer,
+from megatron_muon.integration.checkpoint_state import (
+    StoredParts,
+    copy_loaded,
+    sharded_range,
+    sharded_right_factors,
 )
+from megatron_muon.integration.combined_optimizer import MATRIX_GROUP_KEY, CombinedOptimizer
 from megatron_muon.integration.domains import Domain
 from megatron_muon.integration.stage import MatrixRule
 from megatron_muon.integration.updates import MatrixUpdate
 from megatron_muon.optim import MatrixRange
 from megatron_muon.placement import Plan
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +128,7 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
             ranges.append(
                 MatrixRange(
                     master=master.data,
-                    momentum=self.optimizer.state[master][MOMENTUM_KEY],
+                    momentum=self.optimizer.state[master][MOMENTUM],
                     grad=torch.zeros_like(master) if master.grad is None else master.grad,
                     lr=float(group["lr"]),
                     weight_decay=float(group["weight_decay"]),
@@ -170,6 +166,8 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
         The base class needs a ``step`` tensor in the state of every parameter when neither TE nor
         Apex is there; ``CombinedOptimizer`` keeps it in the groups.
         """
+        if self.is_stub_optimizer:
+            return {"optimizer": {"param_groups": []}}
         groups = [
             {key: value for key, value in group.items() if key != "params"}
             for group in self.optimizer.state_dict()["param_groups"]
@@ -182,146 +180,99 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` and ``sharded_state_dict`` give.
+        """Load groups and gradient scaler, and parameter state where ``param_state`` is given.
 
         Learning rates, weight decay and rules may differ from those of the saved run: the current
         ones hold. State is matched by parameter name, so a group carries nothing but numbers.
         """
-        _require_same_optimizer(self.optimizer.param_groups, state_dict["optimizer"])
+        if self.is_stub_optimizer:
+            return
+        state = {key: value for key, value in state_dict.items() if not key.startswith("param_")}
+        _require_same_optimizer(self.optimizer.param_groups, state["optimizer"])
         self.optimizer.initialize_state(self.config)
-        saved = state_dict["optimizer"]["param_groups"]
+        saved = state["optimizer"]["param_groups"]
         groups = [_resumed_group(group, saved) for group in self.optimizer.param_groups]
-        super().load_state_dict({**state_dict, "optimizer": {"param_groups": groups}})
+        super().load_state_dict({**state, "optimizer": {"param_groups": groups}})
+        if "param_state" in state_dict:
+            self.load_parameter_state_from_model_space(state_dict["param_state"])
 
-    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The base class's, for ``dp_reshardable`` only.
+    def stored_states(self, parts: StoredParts) -> dict[str, set[tuple[str, ...]]]:
+        """Names of the states that are kept of every tensor of the model.
+
+        Args:
+            parts: Where the parameters of the model are stored.
 
         Raises:
-            ValueError: Another sharding type is asked for.
+            ValueError: A parameter of this optimizer is not among them.
         """
-        asked = kwargs.get("sharding_type") or (kwargs.get("metadata") or {}).get(
-            "distrib_optim_sharding_type"
-        )
-        if asked != "dp_reshardable" and (kwargs.get("is_loading") or args[1:2] == (True,)):
-            raise ValueError(
-                f"the checkpoint's optimizer state has sharding type '{asked}', and ours loads "
-                "'dp_reshardable' only: type --no-load-optim to start the optimizer anew from the "
-                "checkpoint's weights"
-            )
-        if asked != "dp_reshardable":
-            raise ValueError(
-                f"the matrix optimizer's state cannot be saved with sharding type '{asked}'; "
-                "supported is 'dp_reshardable': use --ckpt-format torch_dist without "
-                "--dist-ckpt-optim-fully-reshardable"
-            )
-        result: dict[str, Any] = super().sharded_state_dict(*args, **kwargs)
-        return result
+        if self.is_stub_optimizer:
+            return {}
+        self.optimizer.initialize_state(self.config)
+        found: dict[str, set[tuple[str, ...]]] = {}
+        for parameter in self._main_shards:
+            if parameter not in parts:
+                raise ValueError(
+                    f"{self.setup.names[parameter]} is not in the model's sharded state; give the "
+                    "sharded_state_dict() of every model chunk that the optimizer was built for"
+                )
+            for part in parts[parameter]:
+                found.setdefault(part.tensor.key, set()).add(tuple(self._states(parameter)))
+        return found
 
-    def sharded_param_state_dp_reshardable(
-        self,
-        model_sharded_state_dict: Any,
-        is_loading: bool = False,
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, dict[str, ShardedTensor]]:
-        """One flat ShardedTensor per parameter and state, written by the ranks that own a range.
+    def param_state_in_model_space(
+        self, parts: StoredParts, mixed: Collection[str]
+    ) -> dict[str, Any]:
+        """This rank's ranges of all state, see ``checkpoint_state``; views, nothing is gathered.
 
-        The base class stores whole buckets and so needs the same states on every parameter of a
-        bucket; a matrix has one state, a scalar two. Keys hold the model-parallel rank and the
-        parameter's name, nothing of buckets or of the data-parallel size. A right factor of
-        Orth-Dion is written whole by the owner of its matrix.
+        Args:
+            parts: Where the parameters of the model are stored.
+            mixed: Keys of tensors whose layers have different states, because a rule sends some
+                of them to another optimizer; these layers are stored one by one.
         """
-        state: dict[str, dict[str, ShardedTensor]] = {}
-        for name, parameter in self._owned_parameters():
-            owned = self._get_model_param_range_map(parameter)["param"]
-            state[name] = {
-                key: ShardedTensor(
-                    f"optimizer.distributed.dp_group_idx_{self.data_parallel_group_idx}"
-                    f".{name}.{key}",
-                    tensor.data,
-                    tensor.dtype,
-                    tuple(tensor.shape),
-                    (parameter.numel(),),
-                    (owned.start,),
-                    axis_fragmentations=None,
-                    flattened_range=None,
-                    allow_shape_mismatch=False,
-                    replica_id=(self.distributed_optimizer_instance_id, 0, 0),
-                )
-                for key, tensor in self._get_main_param_and_optimizer_states(parameter).items()
+        if self.is_stub_optimizer:
+            return {}
+        instance = self.distributed_optimizer_instance_id
+        found: dict[str, Any] = {}
+        for parameter in self._main_shards:
+            name = self.setup.names[parameter]
+            stored = tuple(
+                part.alone(name) if part.tensor.key in mixed else part for part in parts[parameter]
+            )
+            start = self._get_model_param_range_map(parameter)["param"].start
+            found[name] = {
+                state: sharded_range(state, values, start, stored, instance=instance)
+                for state, values in self._states(parameter).items()
             }
-        if self.exchange is not None and self.exchange.right_factors:
-            state[RIGHT_FACTOR_KEY] = {
-                name: ShardedTensor.from_rank_offsets(
-                    f"optimizer.state.{RIGHT_FACTOR_KEY}.{name}",
-                    factor,
-                    replica_id=(self.distributed_optimizer_instance_id, 0, 0),
-                )
-                for name, factor in self.exchange.right_factors.items()
-            }
-        return state
+        if self.exchange is not None:
+            factors = self.exchange.right_factors
+            found[RIGHT_FACTOR] = sharded_right_factors(factors, instance=instance)
+        return found
 
-    def load_parameter_state_from_dp_reshardable(
-        self, state_dict: dict[str, dict[str, torch.Tensor]]
-    ) -> None:
-        """Inverse of ``sharded_param_state_dp_reshardable``."""
-        for name, parameter in self._owned_parameters():
-            self._set_main_param_and_optimizer_states(parameter, state_dict[name])
+    def load_parameter_state_from_model_space(self, param_state: Mapping[str, Any]) -> None:
+        """Inverse of ``param_state_in_model_space``."""
+        for parameter in self._main_shards:
+            loaded = param_state[self.setup.names[parameter]]
+            for state, values in self._states(parameter).items():
+                first = 0
+                for box in loaded[state]:
+                    copy_loaded(values[first : first + box.numel()], box)
+                    first += box.numel()
+                assert first == values.numel(), "boxes cover a range once, in order"
         if self.exchange is not None:
             for name, factor in self.exchange.right_factors.items():
-                factor.copy_(state_dict[RIGHT_FACTOR_KEY][name])
+                copy_loaded(factor, param_state[RIGHT_FACTOR][name])
 
-    def _owned_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        for parameter in self._main_shards:
-            yield self.setup.names[parameter], parameter
-
-    def _get_main_param_and_optimizer_states(
-        self, model_param: torch.nn.Parameter
-    ) -> dict[str, torch.Tensor]:
-        main = self._main_shards[model_param]
-        states = self.optimizer.state[main]
+    def _states(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        """This rank's range of everything that is kept of a parameter, by the names of a save."""
+        main = self._main_shards[parameter]
         return {
-            "param": main,
+            MASTER: main.data,
             **{
                 key: value
-                for key, value in states.items()
+                for key, value in self.optimizer.state[main].items()
                 if isinstance(value, torch.Tensor) and key != "step"
             },
         }
-
-    def _set_main_param_and_optimizer_states(
-        self, model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]
-    ) -> None:
-        for key, target in self._get_main_param_and_optimizer_states(model_param).items():
-            target.data.copy_(tensors[key])
-
-
-class MatrixChainedOptimizer(ChainedOptimizer):
-    """``ChainedOptimizer`` that skips a step whose gradient norm is not finite.
-
-    Megatron skips only when a loss scaler found the inf or nan; without one (bf16, fp32) it would
-    write it into every weight. The norm is the same number on all ranks, so all of them skip, and
-    no byte of weights or state changes.
-    """
-
-    _last_norm: Any = 0.0
-
-    def get_grad_norm(self) -> Any:
-        """The global norm, remembered for the decision."""
-        self._last_norm = super().get_grad_norm()
-        return self._last_norm
-
-    def step_with_ready_grads(self) -> bool:
-        """Step all optimizers, or none and return False."""
-        norm, self._last_norm = float(self._last_norm), 0.0
-        if not math.isfinite(norm):
-            log_single_rank(
-                logger,
-                logging.WARNING,
-                f"megatron_muon: the gradient norm is {norm}, the step is skipped on all ranks",
-            )
-            return False
-        stepped: bool = super().step_with_ready_grads()
-        return stepped
 
 
 def _require_same_optimizer(current: Sequence[dict[str, Any]], saved: Mapping[str, Any]) -> None:

@@ -82,10 +82,6 @@ _FLAG_PROBLEMS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         _later("--ckpt-format other than torch_dist", "type --ckpt-format torch_dist"),
     ),
     (
-        lambda a: bool(getattr(a, "dist_ckpt_optim_fully_reshardable", False)),
-        _later("--dist-ckpt-optim-fully-reshardable", "remove the flag (same TP and PP on load)"),
-    ),
-    (
         lambda a: getattr(a, "non_persistent_ckpt_type", None) == "local",
         _later("--non-persistent-ckpt-type local", "use global"),
     ),

@@ -348,12 +348,12 @@ def test_other_sharding_types_are_refused_by_name(ranks: Ranks) -> None:
         with pytest.raises(ValueError) as refused:
             optimizer.sharded_state_dict(
                 wrapped.module.sharded_state_dict(),
-                metadata={"distrib_optim_sharding_type": "fully_reshardable"},
+                metadata={"distrib_optim_sharding_type": "fully_sharded_model_space"},
             )
         return str(refused.value)
 
     (message,) = ranks(1, body)
-    assert "fully_reshardable" in message and "--ckpt-format torch_dist" in message
+    assert "fully_sharded_model_space" in message and "--ckpt-format torch_dist" in message
 
 
 def test_scheduler_is_used(ranks: Ranks) -> None:

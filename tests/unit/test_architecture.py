@@ -352,7 +352,15 @@ def test_flags_are_frozen() -> None:
 
 
 def test_state_keys_are_frozen() -> None:
+    from megatron_muon.checkpoint import names
     from megatron_muon.integration import combined_optimizer
 
-    assert combined_optimizer.MOMENTUM_KEY == "momentum_buffer"
+    assert names.STATES == (
+        "fp32_param",
+        "momentum_buffer",
+        "exp_avg",
+        "exp_avg_sq",
+        "right_factor",
+    )
+    assert names.state_key("fp32_param", "a.b") == "optimizer.state.fp32_param.a.b"
     assert combined_optimizer.MATRIX_GROUP_KEY == "matrix_optimizer"

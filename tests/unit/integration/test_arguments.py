@@ -83,11 +83,6 @@ UNSUPPORTED = [
     ("--freeze-all-layers", "--freeze-all-layers", "use --optimizer adam"),
     ("--save x --ckpt-format torch", "--ckpt-format", "type --ckpt-format torch_dist"),
     ("--load x --ckpt-format torch_dcp", "--ckpt-format", "type --ckpt-format torch_dist"),
-    (
-        "--dist-ckpt-optim-fully-reshardable",
-        "--dist-ckpt-optim-fully-reshardable",
-        "remove the flag",
-    ),
     ("--non-persistent-ckpt-type local", "--non-persistent-ckpt-type", "use global"),
     ("--muon-tp-mode duplicated", "--muon-tp-mode", "remove the flag"),
     ("--muon-tp-mode distributed", "--muon-tp-mode", "remove the flag"),
@@ -398,7 +393,12 @@ def test_megatron_sees_adam_and_all_else_as_given(parse: Parse) -> None:
     args = parse(*DMUON, "--bf16")
     before = dict(vars(args))
     translate_arguments(args)
-    assert vars(args) == {**before, "optimizer": "adam", "matrix_optimizer": "dmuon"}
+    assert vars(args) == {
+        **before,
+        "optimizer": "adam",
+        "matrix_optimizer": "dmuon",
+        "dist_ckpt_optim_fully_reshardable": True,
+    }
 
 
 def test_arguments_without_our_choice_give_no_settings() -> None:

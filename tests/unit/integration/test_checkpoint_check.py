@@ -6,21 +6,20 @@ import pytest
 
 from megatron_muon.integration.checkpoint_check import checkpoint_problems, optimizer_of
 
-OURS = "optimizer.distributed.dp_group_idx_0.decoder.layers.0."
+FC1, NORM = "decoder.layers.mlp.linear_fc1.weight", "decoder.final_norm.weight"
 FACTOR = "optimizer.state.right_factor.decoder.layers.0."
 DMUON = {
-    f"{OURS}mlp.linear_fc1.weight.param": (4096,),
-    f"{OURS}mlp.linear_fc1.weight.momentum_buffer": (4096,),
-    f"{OURS}final_norm.weight.param": (64,),
-    f"{OURS}final_norm.weight.exp_avg": (64,),
-    f"{OURS}final_norm.weight.exp_avg_sq": (64,),
+    f"optimizer.state.fp32_param.{FC1}": (2, 64, 32),
+    f"optimizer.state.momentum_buffer.{FC1}": (2, 64, 32),
+    f"optimizer.state.fp32_param.{NORM}": (64,),
+    f"optimizer.state.exp_avg.{NORM}": (64,),
+    f"optimizer.state.exp_avg_sq.{NORM}": (64,),
 }
 ORTH_DION = DMUON | {f"{FACTOR}mlp.linear_fc1.weight[gate]": (32, 8)}
 BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_x.bucket_idx_0."
 ADAM_BUCKETS = {f"{BUCKET}exp_avg": (9,)}
-ADAM = {"optimizer.state.exp_avg.decoder.layers.0.mlp.linear_fc1.weight": (64, 64)}
-MUON = {"optimizer.state.momentum_buffer.decoder.layers.0.mlp.linear_fc1.weight": (64, 64)}
-CHAINED = {f"chained_0.{key}": shape for key, shape in MUON.items()}
+ADAM = {f"optimizer.state.exp_avg.{FC1}": (2, 64, 32)}
+MUON = {f"chained_0.{key}": shape for key, shape in DMUON.items()}
 
 Keys = dict[str, tuple[int, ...]]
 
@@ -33,7 +32,6 @@ Keys = dict[str, tuple[int, ...]]
         (ADAM_BUCKETS, "Megatron's Adam with the distributed optimizer"),
         (ADAM, "Megatron's Adam"),
         (MUON, "megatron-core's muon"),
-        (CHAINED, "megatron-core's muon"),
         ({"optimizer.state.exp_inf.x": (1,)}, "another optimizer"),
         ({"decoder.layers.0.mlp.linear_fc1.weight": (64, 64)}, ""),
         ({}, ""),
@@ -68,7 +66,10 @@ def test_another_optimizers_checkpoint(found: Keys, said: str) -> None:
     ("changes", "said"),
     [
         ({f"{FACTOR}mlp.linear_fc1.weight[gate]": (32, 4)}, "--orth-dion-rank-fraction 0.125"),
-        ({f"{OURS}mlp.linear_fc1.weight.param": (2048,)}, "has 2,048 elements in the checkpoint"),
+        (
+            {f"optimizer.state.fp32_param.{FC1}": (4, 64, 32)},
+            "has shape 4x64x32 in the checkpoint and 2x64x32 here",
+        ),
     ],
 )
 def test_another_size(changes: Keys, said: str) -> None:
@@ -78,10 +79,10 @@ def test_another_size(changes: Keys, said: str) -> None:
 
 
 def test_a_parameter_that_a_rule_moved() -> None:
-    found = {k: s for k, s in DMUON.items() if not k.endswith("linear_fc1.weight.momentum_buffer")}
+    found = {k: s for k, s in DMUON.items() if k != f"optimizer.state.momentum_buffer.{FC1}"}
     found |= {
-        f"{OURS}mlp.linear_fc1.weight.exp_avg": (4096,),
-        f"{OURS}mlp.linear_fc2.weight.momentum_buffer": (4096,),
+        f"optimizer.state.exp_avg.{FC1}": (2, 64, 32),
+        "optimizer.state.momentum_buffer.decoder.layers.mlp.linear_fc2.weight": (2, 32, 64),
     }
     (problem,) = checkpoint_problems(DMUON, found, "dmuon")
     assert (
@@ -91,9 +92,9 @@ def test_a_parameter_that_a_rule_moved() -> None:
 
 
 def test_a_parameter_that_is_not_there() -> None:
-    found = {key.replace("layers.0.mlp", "layers.7.mlp"): shape for key, shape in DMUON.items()}
+    found = {key.replace("layers.mlp", "layers.7.mlp"): shape for key, shape in DMUON.items()}
     (problem,) = checkpoint_problems(DMUON, found, "dmuon")
-    assert "decoder.layers.0.mlp.linear_fc1.weight has no optimizer state" in problem
+    assert "decoder.layers.mlp.linear_fc1.weight has no optimizer state" in problem
 
 
 def test_one_sentence_of_a_kind_is_enough() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from megatron_muon.checkpoint.names import MOMENTUM
 from megatron_muon.integration.combined_optimizer import (
     MATRIX_GROUP_KEY,
-    MOMENTUM_KEY,
     CombinedOptimizer,
 )
 
@@ -39,7 +39,7 @@ def combined(scalars: list[torch.Tensor], matrices: list[torch.Tensor]) -> Combi
         for group in optimizer.param_groups:
             if MATRIX_GROUP_KEY in group:
                 for parameter in group["params"]:
-                    momentum = optimizer.state[parameter][MOMENTUM_KEY]
+                    momentum = optimizer.state[parameter][MOMENTUM]
                     momentum.lerp_(parameter.grad, 0.5)
                     parameter.data.add_(momentum, alpha=-group["lr"])
 
@@ -67,7 +67,7 @@ def test_scalars_are_adamws_and_matrices_are_not_touched_by_it() -> None:
         theirs[2].sub_(momentum, alpha=0.2)
     for found, expected in zip(mine, theirs, strict=True):
         assert torch.equal(found, expected)
-    assert set(optimizer.state[mine[2]]) == {MOMENTUM_KEY}
+    assert set(optimizer.state[mine[2]]) == {MOMENTUM}
     assert [group["step"] for group in optimizer.param_groups] == [4, 4]
 
 

@@ -1,0 +1,68 @@
+"""A flat range of a row-major tensor as boxes, the form in which distributed checkpoints store it.
+
+The distributed optimizer gives a rank a range of elements that starts and ends in the middle of a
+row. A format of boxes can hold it all the same: of a matrix it is the rest of one row, whole rows,
+and the beginning of another row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Box:
+    """A box of a tensor whose elements follow one another in memory.
+
+    Attributes:
+        start: Its first element in the row-major tensor.
+        offset: Its first index along every axis.
+        shape: Its size along every axis.
+    """
+
+    start: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Cut the half-open flat range into as few boxes as possible, in order; none when empty.
+
+    At most ``2 * len(shape) - 1`` of them: three of a matrix, one of a vector.
+
+    Args:
+        shape: Shape of the tensor, one axis at least.
+        start: First element.
+        stop: One past the last element, at most the number of elements.
+    """
+    if start >= stop:
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    if first > last:  # all within one row
+        yield from _within(shape, first - 1, start, stop)
+        return
+    if start < first * row:
+        yield from _within(shape, first - 1, start, first * row)
+    if first < last:
+        yield Box(
+            start=first * row,
+            offset=(first, *(0 for _ in shape[1:])),
+            shape=(last - first, *shape[1:]),
+        )
+    if last * row < stop:
+        yield from _within(shape, last, last * row, stop)
+
+
+def _within(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
+    """Boxes of a range that lies in one index of the first axis."""
+    before = index * math.prod(shape[1:])
+    for box in boxes(shape[1:], start - before, stop - before):
+        yield Box(start=before + box.start, offset=(index, *box.offset), shape=(1, *box.shape))
