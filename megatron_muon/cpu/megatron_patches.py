@@ -55,6 +55,36 @@ def _fork_the_checkpoint_queue() -> None:
     filesystem_async.get_write_results_queue = get_write_results_queue
 
 
+def _fork_the_checkpoint_worker() -> None:
+    """A process that is started anew would ask for CUDA: the stand-ins are not in it."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    original = PersistentAsyncCaller._get_process.__func__
+
+    @functools.wraps(original)
+    def get_process(cls: type, rank: int, mp_mode: str = "fork", *args: Any, **kwargs: Any) -> Any:
+        return original(cls, rank, "fork", *args, **kwargs)
+
+    PersistentAsyncCaller._get_process = classmethod(get_process)
+
+
+def _copy_what_is_saved() -> None:
+    """As the copy from device to host does: training goes on while the file is written."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    original = FileSystemWriterAsync.prepare_write_data
+
+    @functools.wraps(original)
+    def prepare_write_data(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.write_buckets = [
+            (path, name, (objects, [(item, tensor.clone()) for item, tensor in tensors]))
+            for path, name, (objects, tensors) in self.write_buckets
+        ]
+
+    FileSystemWriterAsync.prepare_write_data = prepare_write_data
+
+
 def _expect_cpu_draws_in_forked_rng() -> None:
     from megatron.core.tensor_parallel import random
 
@@ -69,4 +99,6 @@ def install() -> None:
     _mark_norms_under_sequence_parallel()
     _use_the_compiled_dataset_helpers()
     _fork_the_checkpoint_queue()
+    _fork_the_checkpoint_worker()
+    _copy_what_is_saved()
     _expect_cpu_draws_in_forked_rng()
