@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -40,19 +42,55 @@ def with_check(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def telling_what_is_incomplete(load_common: Callable[..., Any]) -> Callable[..., Any]:
-    """``dist_checkpointing.load_common_state_dict``, with a sentence on a save that was cut off."""
+    """``dist_checkpointing.load_common_state_dict``, telling which save is not whole."""
 
     @functools.wraps(load_common)
     def telling(checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
         try:
             return load_common(checkpoint_dir, *args, **kwargs)
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
-            found = _optimizer_shapes(str(checkpoint_dir))
-            if not isinstance(found, str):
+            index = _read_index(str(checkpoint_dir))
+            if isinstance(index, str):
+                problems = [index]
+            else:
+                problems = _damages(str(checkpoint_dir), sorted(index.files.items()))
+            if not problems:
                 raise
-            raise CheckpointMismatchError(_text(checkpoint_dir, [found])) from error
+            raise CheckpointMismatchError(_text(checkpoint_dir, problems)) from error
 
     return telling
+
+
+def telling_what_is_unfinished(get_format: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's ``_get_checkpoint_format``, with a sentence on a folder that holds no save."""
+
+    @functools.wraps(get_format)
+    def telling(checkpoint_name: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        if getattr(args, "matrix_optimizer", None):
+            problem = _unfinished(Path(str(checkpoint_name)))
+            if problem:
+                raise CheckpointMismatchError(_text(str(checkpoint_name), [problem]))
+        return get_format(checkpoint_name, args, *rest, **kwargs)
+
+    return telling
+
+
+def _unfinished(folder: Path) -> str:
+    """Why a folder is no finished ``torch_dist`` checkpoint; empty when it is one."""
+    if "://" in str(folder) or Path(folder, "metadata.json").exists():
+        return ""
+    if not folder.is_dir():
+        there = sorted(entry.name for entry in folder.parent.glob("iter_*"))
+        return (
+            f"there is no such checkpoint; of {', '.join(there) or 'no iteration'} in "
+            f"{folder.parent} name one with --ckpt-step"
+        )
+    if any(folder.glob("mp_rank_0*")):
+        return (
+            "it is of --ckpt-format torch: load it with --optimizer adam, and save it with "
+            "--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
+        )
+    return f"it is incomplete: its metadata.json is missing, as when a save was cut off; {_EARLIER}"
 
 
 def require_loadable(optimizer_state: Any, checkpoint_dir: str) -> None:
@@ -72,14 +110,17 @@ def require_loadable(optimizer_state: Any, checkpoint_dir: str) -> None:
     ours = next((kind for kind in ("orth_dion", "dmuon") if kind in kinds), "")
     if not ours:
         return
-    found = same_on_all_ranks(lambda: _optimizer_shapes(checkpoint_dir))
-    if isinstance(found, str):
-        problems = [found]
+    index = same_on_all_ranks(lambda: _read_index(checkpoint_dir))
+    if isinstance(index, str):
+        problems = [index]
     else:
+        found = index.shapes
         # The vocabulary is padded to a multiple of the tensor-parallel size.
         flexible = {tensor.key for tensor in tensors if tensor.allow_shape_mismatch}
         wanted |= {key: found[key] for key in flexible & found.keys()}
-        problems = checkpoint_problems(wanted, found, ours)
+        # A rank looks at its part of the files: there are as many as there were ranks.
+        mine = sorted(index.files.items())[dist.get_rank() :: len(kinds)]
+        problems = checkpoint_problems(wanted, found, ours) or _damages(checkpoint_dir, mine)
     everyone = dict.fromkeys(p for theirs in gather_objects(problems) for p in theirs)
     if everyone:
         raise CheckpointMismatchError(_text(checkpoint_dir, everyone))
@@ -101,20 +142,53 @@ def _tensors(state: Any) -> Iterator[ShardedTensor]:
             yield from _tensors(value)
 
 
-def _optimizer_shapes(checkpoint_dir: str) -> Shapes | str:
-    """Keys and shapes of all optimizer state, or why they cannot be read."""
+@dataclass(frozen=True, kw_only=True)
+class _Index:
+    """What a checkpoint's ``.metadata`` says.
+
+    Attributes:
+        shapes: Keys and global shapes of all optimizer state.
+        files: Bytes that every data file has at least.
+    """
+
+    shapes: Shapes
+    files: Mapping[str, int]
+
+
+_EARLIER = (
+    "type --ckpt-step with an earlier iteration, or remove it and correct "
+    "latest_checkpointed_iteration.txt"
+)
+
+
+def _read_index(checkpoint_dir: str) -> _Index | str:
+    """The index, or why it cannot be read."""
     try:
-        stored = FileSystemReader(checkpoint_dir).read_metadata().state_dict_metadata
+        index = FileSystemReader(checkpoint_dir).read_metadata()
+        files: dict[str, int] = {}
+        for place in (index.storage_data or {}).values():
+            end = place.offset + place.length
+            files[place.relative_path] = max(files.get(place.relative_path, 0), end)
     except Exception as error:  # any of pickle's and the file system's
         missing = not Path(checkpoint_dir, ".metadata").exists()
         reason = "is missing" if missing else f"cannot be read ({error})"
-        return (
-            f"it is incomplete: its .metadata {reason}, as when a save was cut off; type "
-            "--ckpt-step with an earlier iteration, or remove it and correct "
-            "latest_checkpointed_iteration.txt"
-        )
-    return {
+        return f"it is incomplete: its .metadata {reason}, as when a save was cut off; {_EARLIER}"
+    shapes = {
         key: tuple(entry.size)
-        for key, entry in stored.items()
+        for key, entry in index.state_dict_metadata.items()
         if "optimizer." in key and isinstance(entry, TensorStorageMetadata)
     }
+    return _Index(shapes=shapes, files=files)
+
+
+def _damages(checkpoint_dir: str, files: Iterable[tuple[str, int]]) -> list[str]:
+    """A sentence for the first file that is not as long as the index says."""
+    for name, size in files:
+        path = Path(checkpoint_dir, name)
+        found = path.stat().st_size if path.exists() else None
+        if found is None:
+            return [f"it is incomplete: its file {name} is missing; {_EARLIER}"]
+        if found < size:
+            said = f"its file {name} has {found:,} bytes, and its index says {size:,}"
+            return [f"it is damaged: {said}; {_EARLIER}"]
+    return []

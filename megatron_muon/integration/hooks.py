@@ -10,7 +10,9 @@ In ``megatron.core.optimizer``:
     ``get_megatron_optimizer``, the same for callers that import it from there.
 In ``megatron.core.dist_checkpointing``:
     ``load`` asks first whether the checkpoint holds what our optimizer needs;
-    ``load_common_state_dict`` says so when a save was cut off.
+    ``load_common_state_dict`` says so when a save is not whole.
+In ``megatron.training.checkpointing``:
+    ``_get_checkpoint_format`` says so when a save was not finished.
 
 Valid for the versions in ``versions.SUPPORTED``; a missing target is refused by name.
 """
@@ -112,6 +114,12 @@ def _telling_what_is_incomplete(original: Callable[..., Any]) -> Callable[..., A
     return telling_what_is_incomplete(original)
 
 
+def _telling_what_is_unfinished(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron_muon.integration.checkpoint_hook import telling_what_is_unfinished
+
+    return telling_what_is_unfinished(original)
+
+
 HOOKS = (
     Hook(
         module="megatron.training.arguments",
@@ -139,6 +147,11 @@ HOOKS = (
         module="megatron.core.dist_checkpointing",
         attribute="load_common_state_dict",
         wrap=_telling_what_is_incomplete,
+    ),
+    Hook(
+        module="megatron.training.checkpointing",
+        attribute="_get_checkpoint_format",
+        wrap=_telling_what_is_unfinished,
     ),
 )
 

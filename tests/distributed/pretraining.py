@@ -14,7 +14,7 @@ SEQ, VOCAB, GLOBAL_BATCH = 16, 64, 8
 
 class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
-        return 100
+        return 10_000
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)

@@ -44,6 +44,7 @@ def refused(ranks: Ranks, folder: Path, flags: Flags, tp: int = 1) -> str:
         (ORTH_DION, DMUON, "state of orth_dion, and this run is --optimizer dmuon: type --optimiz"),
         (MUON, (*DMUON, "--bf16"), "state of megatron-core's muon, and this run is --optimizer"),
         (ADAM, DMUON, "state of Megatron's Adam with the distributed optimizer, and this run"),
+        (ADAM_WHOLE, DMUON, "state of Megatron's Adam, and this run is --optimizer dmuon"),
         (
             ORTH_DION,
             (*ORTH_DION, "--orth-dion-rank-fraction", "0.25"),
@@ -57,6 +58,7 @@ def refused(ranks: Ranks, folder: Path, flags: Flags, tp: int = 1) -> str:
         "orth_dion to dmuon",
         "megatron-core's muon",
         "adam",
+        "adam, fully reshardable",
         "rank",
         "rule added",
         "rule removed",
@@ -70,17 +72,6 @@ def test_other_state_is_refused_by_a_sentence(
     text = refused(ranks, folder, loaded)
     assert said in text
     assert "--no-load-optim" in text
-
-
-def test_another_sharding_type_is_refused_by_a_sentence(ranks: Ranks, tmp_path: Path) -> None:
-    folder = tmp_path / "saved"
-    save(ranks, folder, ADAM_WHOLE)
-    with pytest.raises(RankFailed) as failed:
-        arguments = (folder, tmp_path / "other", 1, 1, 2, DMUON)
-        ranks(2, pretrain_with_hooks, *arguments, init_process_group=False)
-    for report in failed.value.reports.values():
-        assert "the checkpoint's optimizer state has sharding type 'fully_reshardable'" in report
-        assert "type --no-load-optim" in report
 
 
 def test_the_weights_alone_can_be_loaded(ranks: Ranks, tmp_path: Path) -> None:
@@ -104,3 +95,44 @@ def test_an_incomplete_checkpoint_is_told(ranks: Ranks, tmp_path: Path, damage: 
     text = refused(ranks, folder, DMUON)
     assert "it is incomplete: its .metadata" in text
     assert "--ckpt-step" in text
+
+
+@pytest.mark.parametrize(
+    ("step", "damage", "said"),
+    [
+        ("1", "metadata.json", "it is incomplete: its metadata.json is missing"),
+        ("7", "", "there is no such checkpoint; of iter_0000001 in"),
+    ],
+)
+def test_an_unfinished_checkpoint_is_told(
+    ranks: Ranks, tmp_path: Path, step: str, damage: str, said: str
+) -> None:
+    folder = tmp_path / "saved"
+    save(ranks, folder, DMUON)
+    for path in folder.glob("iter_*/metadata.json") if damage else ():
+        path.unlink()
+    text = refused(ranks, folder, (*DMUON, "--ckpt-step", step))
+    assert said in text and "--ckpt-step" in text
+
+
+@pytest.mark.parametrize("file", ["first", "last"])
+@pytest.mark.parametrize("damage", ["missing", "cut off"])
+def test_a_damaged_file_is_told(ranks: Ranks, tmp_path: Path, damage: str, file: str) -> None:
+    """The first file holds the common state too, which is read before anything else."""
+    folder = tmp_path / "saved"
+    save(ranks, folder, DMUON)
+    path = sorted(folder.glob("iter_*/*.distcp"))[0 if file == "first" else -1]
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-100])
+    text = refused(ranks, folder, DMUON)
+    assert path.name in text
+    assert ("is missing" if damage == "missing" else "its index says") in text
+    assert "--ckpt-step" in text
+
+
+def test_another_models_checkpoint_is_told(ranks: Ranks, tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    save(ranks, folder, (*DMUON, "--ffn-hidden-size", "64"))
+    assert "it is another model" in refused(ranks, folder, DMUON)

@@ -1,9 +1,14 @@
-"""Saving itself: asynchronous, killed, counted, truncated; through ``pretrain()`` where it can be."""
+"""Saving itself: asynchronous, killed in the middle, and how many collectives it takes."""
 
 from __future__ import annotations
 
 import functools
+import os
+import random
+import signal
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +18,19 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_muon.config import MatrixConfig
+from megatron_muon.matrices import Rule
+from tests.distributed.checkpointing import save
 from tests.distributed.test_pretrain import DMUON, ORTH_DION, pretrain_with_hooks
+from tests.distributed.training import Run, build, gather
+from tests.ranks import RankFailed
+from tests.tiny_gpt import train_step
 
 Ranks = Callable[..., list[Any]]
 Flags = tuple[str, ...]
+KILLS = 20
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -67,3 +80,113 @@ def test_an_asynchronous_save_holds_the_state_of_its_iteration(
     for plain, asynchronous in zip(saved["plain"], saved["asynchronous"], strict=True):
         assert plain.keys() == asynchronous.keys()
         assert [k for k in plain if not torch.equal(plain[k], asynchronous[k])] == []
+
+
+def pretrain_until_killed(rank: int, after: float, *args: Any) -> Any:
+    """A run that is killed some seconds after it begins to write for the first time."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    write = FileSystemWriterAsync.write_preloaded_data
+
+    @functools.wraps(write)
+    def slow(*positional: Any, **named: Any) -> Any:
+        time.sleep(0.05)
+        return write(*positional, **named)
+
+    FileSystemWriterAsync.write_preloaded_data = staticmethod(slow)
+    prepare = FileSystemWriterAsync.prepare_write_data
+    timers: list[threading.Timer] = []
+
+    @functools.wraps(prepare)
+    def starting(*positional: Any, **named: Any) -> None:
+        if not timers:
+            # The group: forked writers die with the rank, as on a machine that goes down.
+            timers.append(threading.Timer(after, os.killpg, (0, signal.SIGKILL)))
+            timers[0].start()
+        prepare(*positional, **named)
+
+    FileSystemWriterAsync.prepare_write_data = starting
+    return pretrain_with_hooks(rank, *args)
+
+
+@pytest.mark.slow
+def test_a_run_killed_while_saving_ends_as_one_that_was_not(ranks: Ranks, tmp_path: Path) -> None:
+    """Killed 20 times at random moments, it goes on every time from what was saved before."""
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    every = (*DMUON, "--save-interval", "1")
+    moments = random.Random(0)
+    unfinished = 0
+    for _ in range(KILLS):
+        arguments = (moments.uniform(0.0, 0.5), killed, killed, 1, 1, 1000, every)
+        with pytest.raises(RankFailed) as failed:
+            ranks(2, pretrain_until_killed, *arguments, init_process_group=False, timeout=60)
+        # A rank may live long enough to see the other one go.
+        assert any("signal 9" in report for report in failed.value.reports.values())
+        unfinished += _one_is_unfinished(ranks, killed, every)
+    assert unfinished
+    last = int((killed / "latest_checkpointed_iteration.txt").read_text())
+    flags = (straight, straight, 1, 1, last + 1, every)
+    ranks(2, pretrain_with_hooks, *flags, init_process_group=False, timeout=240)
+    ranks(2, pretrain_with_hooks, killed, killed, *flags[2:], init_process_group=False)
+    name = f"iter_{last + 1:07d}"
+    expected, found = tensors_in(straight / name), tensors_in(killed / name)
+    assert expected.keys() == found.keys()
+    assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
+
+
+def _one_is_unfinished(ranks: Ranks, folder: Path, flags: Flags) -> bool:
+    """Whether a save was cut off; if so, a run that is told to load it says so."""
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    known = int(tracker.read_text()) if tracker.exists() else 0
+    newest = max(folder.glob("iter_*"), default=None)
+    if newest is None or (newest / ".metadata").exists():
+        return False
+    iteration = int(newest.name.removeprefix("iter_"))
+    assert iteration > known
+    if known:
+        arguments = (folder, folder, 1, 1, 1000, (*flags, "--ckpt-step", str(iteration)))
+        with pytest.raises(RankFailed) as failed:
+            ranks(2, pretrain_with_hooks, *arguments, init_process_group=False, timeout=60)
+        for report in failed.value.reports.values():
+            assert "CheckpointMismatchError: megatron_muon: cannot load" in report
+            assert "it is incomplete: its" in report
+    return True
+
+
+class CountCollectives(TorchDispatchMode):
+    """Counts operations of process groups, whoever starts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _collectives_of_a_save(rank: int, folder: Path, layers: int, rules: tuple[Rule, ...]) -> Any:
+    config = MatrixConfig(min_dim=1, rules=rules)
+    run = Run(dp=2, overlap=True, config=config, options=(("layers", layers),))
+    chunks, optimizer, schedule = build(run)
+    for step in range(2):
+        train_step(chunks, optimizer, step, global_batch=16, micro_batch=4)
+    gather(chunks)
+    parameters = sum(1 for chunk in chunks for _ in chunk.parameters())
+    with CountCollectives() as counted:
+        save(chunks, optimizer, schedule, folder)
+    return parameters, len(optimizer.param_groups), counted.counts
+
+
+def test_collectives_of_a_save_do_not_grow_with_the_model(ranks: Ranks, tmp_path: Path) -> None:
+    rules = tuple(
+        Rule(pattern=f"*.{layer}.weight", lr_mult=factor)
+        for layer, factor in (("linear_fc1", 0.5), ("linear_fc2", 0.25), ("linear_proj", 2.0))
+    )
+    small = ranks(2, _collectives_of_a_save, tmp_path / "small", 2, ())
+    large = ranks(2, _collectives_of_a_save, tmp_path / "large", 6, rules)
+    for (few, few_groups, counts), (many, many_groups, same) in zip(small, large, strict=True):
+        assert many > 2 * few and many_groups > few_groups
+        assert sum(counts.values()) > 0
+        assert same == counts

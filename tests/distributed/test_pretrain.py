@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,14 +104,12 @@ def test_checkpoint_holds_one_state_per_matrix_and_two_per_scalar(
     keys = set(FileSystemReader(str(folder)).read_metadata().state_dict_metadata)
     states: dict[str, set[str]] = {}
     for key in keys:
-        if key.startswith("optimizer.distributed.dp_group_idx_0.") and ".weight." in key:
-            name, _, state = key.removeprefix("optimizer.distributed.dp_group_idx_0.").rpartition(
-                "."
-            )
-            states.setdefault(name, set()).add(state)
-    assert states["decoder.layers.1.mlp.linear_fc1.weight"] == {"param", "momentum_buffer"}
-    assert states["output_layer.weight"] == {"param", "exp_avg", "exp_avg_sq"}
-    assert sum("momentum_buffer" in found for found in states.values()) == 2 * 4
+        match = re.fullmatch(r"optimizer\.state\.([a-z0-9_]+)\.(.+)", key)
+        if match:
+            states.setdefault(match[2], set()).add(match[1])
+    assert states["decoder.layers.mlp.linear_fc1.weight"] == {"fp32_param", "momentum_buffer"}
+    assert states["output_layer.weight"] == {"fp32_param", "exp_avg", "exp_avg_sq"}
+    assert sum("momentum_buffer" in found for found in states.values()) == 4
     assert json.loads((folder / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
 
 
