@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests import tiny_gpt
+from tests.distributed.training import Run, build, gather, replica_hashes
 from tests.tiny_models import is_matrix
 from tests.whole_parameters import assemble, cut, global_name, unwrapped
 
@@ -61,8 +65,20 @@ def load(
     schedule: Any,
     folder: Path,
     kind: str = "fully_reshardable",
+    *,
+    lose_weights: bool = False,
 ) -> None:
-    """Load as Megatron does."""
+    """Load as Megatron does.
+
+    Args:
+        chunks: Wrapped model chunks.
+        optimizer: The optimizer.
+        schedule: Megatron's scheduler.
+        folder: What was saved.
+        kind: Sharding type of the optimizer's state.
+        lose_weights: Overwrite the weights that were loaded before the optimizer gets its state, to
+            show that they come from its masters. Only where these are no views of the weights.
+    """
     from megatron.core import dist_checkpointing
 
     wanted = content(chunks, optimizer, schedule, is_loading=True, kind=kind)
@@ -70,6 +86,10 @@ def load(
     for number, chunk in enumerate(chunks):
         name = "model" if len(chunks) == 1 else f"model{number}"
         chunk.module.load_state_dict(loaded[name], strict=False)
+        if lose_weights:
+            with torch.no_grad():
+                for parameter in chunk.parameters():
+                    parameter.fill_(float("nan"))
     optimizer.load_state_dict(loaded["optimizer"])
     schedule.load_state_dict(loaded["opt_param_scheduler"])
 
@@ -110,7 +130,7 @@ def _held(chunks: list[Any], optimizer: Any) -> Iterator[tuple[Any, str, Any, An
                 yield bare, name, parameter, child, held
 
 
-def _states(child: Any, parameter: Any, name: str) -> dict[str, torch.Tensor]:
+def _states(child: Any, parameter: Any, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
     """This rank's ranges by state, taken from the optimizer without the code under test."""
     groups = (*child.model_fp32_groups, *child.model_float16_groups)
     mains = (*child.shard_fp32_groups, *child.shard_fp32_from_float16_groups)
@@ -121,25 +141,34 @@ def _states(child: Any, parameter: Any, name: str) -> dict[str, torch.Tensor]:
         if model is parameter
     )
     kept = child.optimizer.state[main]
-    return {"fp32_param": main.data} | {key: kept[key] for key in state_names(name, parameter)}
+    return {"fp32_param": main.data} | {key: kept[key] for key in names}
 
 
-def state_names(name: str, parameter: torch.Tensor) -> tuple[str, ...]:
-    """States that are kept of a parameter besides its master weights."""
-    return ("momentum_buffer",) if is_matrix(name, parameter) else ("exp_avg", "exp_avg_sq")
+def state_names(name: str, parameter: torch.Tensor, to_adam: str) -> tuple[str, ...]:
+    """States that are kept of a parameter besides its master weights, by its global name."""
+    if is_matrix(name, parameter) and not fnmatchcase(name, to_adam):
+        return ("momentum_buffer",)
+    return ("exp_avg", "exp_avg_sq")
 
 
-def whole_state(chunks: list[Any], optimizer: Any) -> Whole:
-    """Whole tensors of all state of this rank's part of the model; all ranks call it."""
+def whole_state(chunks: list[Any], optimizer: Any, to_adam: str = "") -> Whole:
+    """Whole tensors of all state of this rank's part of the model; all ranks call it.
+
+    Args:
+        chunks: Wrapped model chunks.
+        optimizer: The optimizer.
+        to_adam: Pattern of matrices that a rule sends to Adam.
+    """
     found: Whole = {}
     for bare, name, parameter, child, held in _held(chunks, optimizer):
-        for state in ("fp32_param", *state_names(name, parameter)):
+        key = global_name(bare, name)
+        names = state_names(key, parameter, to_adam)
+        for state in ("fp32_param", *names):
             local = torch.zeros(parameter.numel())
             if held is not None:
-                local[held.start : held.end] = _states(child, parameter, name)[state]
+                local[held.start : held.end] = _states(child, parameter, names)[state]
             dist.all_reduce(local, group=child.data_parallel_group)
-            whole = assemble(bare, name, parameter, local.view(parameter.shape))
-            found[state, global_name(bare, name)] = whole
+            found[state, key] = assemble(bare, name, parameter, local.view(parameter.shape))
     mine = [
         (name, factor.clone())
         for child in optimizer.chained_optimizers
@@ -151,13 +180,14 @@ def whole_state(chunks: list[Any], optimizer: Any) -> Whole:
     return found
 
 
-def assert_holds(chunks: list[Any], optimizer: Any, whole: Whole) -> None:
+def assert_holds(chunks: list[Any], optimizer: Any, whole: Whole, to_adam: str = "") -> None:
     """Compare this rank's ranges of all state, and all its weights, with whole tensors, bit by bit.
 
     Args:
         chunks: Wrapped model chunks.
         optimizer: The optimizer.
         whole: What ``whole_state`` gave at the layout of the save.
+        to_adam: Pattern of matrices that a rule sends to Adam.
     """
     compared = 0
     for bare, name, parameter, child, held in _held(chunks, optimizer):
@@ -166,7 +196,8 @@ def assert_holds(chunks: list[Any], optimizer: Any, whole: Whole) -> None:
         assert torch.equal(parameter.detach(), weight), f"weight of {key}"
         if held is None:
             continue
-        for state, values in _states(child, parameter, name).items():
+        names = state_names(key, parameter, to_adam)
+        for state, values in _states(child, parameter, names).items():
             expected = cut(bare, name, parameter, whole[state, key]).reshape(-1)
             assert torch.equal(values, expected[held.start : held.end]), f"{state} of {key}"
             compared += 1
@@ -175,3 +206,51 @@ def assert_holds(chunks: list[Any], optimizer: Any, whole: Whole) -> None:
             assert torch.equal(factor, whole["right_factor", name]), f"V of {name}"
             compared += 1
     assert compared
+
+
+def state_bytes(optimizer: Any) -> dict[Any, bytes]:
+    """Every tensor of the optimizer: masters and state, by position."""
+    found = {}
+    for number, child in enumerate(optimizer.chained_optimizers):
+        for parameter in child.get_parameters():
+            key = (number, len(found))
+            found[key, "master"] = parameter.detach().numpy().tobytes()
+            for name, value in child.optimizer.state[parameter].items():
+                if isinstance(value, torch.Tensor):
+                    found[key, name] = value.numpy().tobytes()
+    return found
+
+
+def train_between(
+    rank: int, run: Run, start: int, stop: int, load_from: Path | None, save_to: Path | None
+) -> dict[str, Any]:
+    """Steps ``start`` to ``stop`` of a run, between two checkpoints or none.
+
+    Returns:
+        Losses, and hashes, bytes and groups of the state at the end.
+    """
+    chunks, optimizer, schedule = build(dataclasses.replace(run, steps=20))
+    if load_from is not None:
+        poison(chunks, optimizer)
+        load(chunks, optimizer, schedule, load_from)
+    losses = []
+    for step in range(start, stop):
+        optimizer.zero_grad()
+        micro_batches = tiny_gpt.batch(step, global_batch=16, micro_batch=2)
+        losses.append(tiny_gpt.forward_backward(chunks, micro_batches, optimizer))
+        assert optimizer.step()[0]
+        schedule.step(1)
+    gather(chunks)
+    if save_to is not None:
+        save(chunks, optimizer, schedule, save_to)
+    return {
+        "losses": losses,
+        "weights": replica_hashes(chunks),
+        "state": state_bytes(optimizer),
+        "right_factors": {
+            name: factor.float().numpy().tobytes()
+            for child in optimizer.chained_optimizers
+            for name, factor in child.exchange.right_factors.items()
+        },
+        "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
+    }

@@ -13,7 +13,7 @@ import torch
 from megatron_muon.config import MatrixConfig
 from megatron_muon.matrices import Rule
 from tests import tiny_gpt
-from tests.distributed.test_training_edges import _train_between
+from tests.distributed.checkpointing import train_between
 from tests.distributed.training import Run, build, gather, train
 from tests.ranks import layout
 from tests.reference.muon import QUINTIC, orthogonalize
@@ -129,9 +129,9 @@ def test_buffers_of_another_group_are_refused(ranks: Ranks) -> None:
 )
 def test_steps_save_and_load_give_the_same_bits(ranks: Ranks, tmp_path: Path, run: Run) -> None:
     """M#4138 expert-DP 1; dion#74 ranks that hold nothing; M#6920 no gather after the load."""
-    straight = ranks(run.world_size, _train_between, run, 0, 4, None, None)
-    ranks(run.world_size, _train_between, run, 0, 2, None, str(tmp_path))
-    resumed = ranks(run.world_size, _train_between, run, 2, 4, str(tmp_path), None)
+    straight = ranks(run.world_size, train_between, run, 0, 4, None, None)
+    ranks(run.world_size, train_between, run, 0, 2, None, tmp_path)
+    resumed = ranks(run.world_size, train_between, run, 2, 4, tmp_path, None)
     for rank, (expected, found) in enumerate(zip(straight, resumed, strict=True)):
         assert expected["losses"][2:] == found["losses"]
         assert expected["weights"] == found["weights"], rank

@@ -11,8 +11,8 @@ import torch
 
 from megatron_muon.config import MatrixConfig
 from tests import tiny_gpt
+from tests.distributed.checkpointing import state_bytes, train_between
 from tests.distributed.layouts import CASES, Case
-from tests.distributed.test_training_edges import _state_bytes, _train_between
 from tests.distributed.training import (
     Run,
     build,
@@ -104,9 +104,9 @@ def test_every_update_equals_the_reference(ranks: Ranks, number: int, case: Case
 )
 def test_resumed_run_is_bit_equal(ranks: Ranks, tmp_path: Path, run: Run) -> None:
     """M, V and weights come back; V is written by the owner of each matrix."""
-    straight = ranks(run.world_size, _train_between, run, 0, 6, None, None)
-    ranks(run.world_size, _train_between, run, 0, 3, None, str(tmp_path))
-    resumed = ranks(run.world_size, _train_between, run, 3, 6, str(tmp_path), None)
+    straight = ranks(run.world_size, train_between, run, 0, 6, None, None)
+    ranks(run.world_size, train_between, run, 0, 3, None, tmp_path)
+    resumed = ranks(run.world_size, train_between, run, 3, 6, tmp_path, None)
     for rank, (expected, found) in enumerate(zip(straight, resumed, strict=True)):
         assert expected["losses"][3:] == found["losses"]
         assert expected["weights"] == found["weights"], rank
@@ -120,9 +120,9 @@ def test_state_of_another_optimizer_is_refused(ranks: Ranks, tmp_path: Path, sav
     """Its momentum has the same name and is another thing."""
     other = {"orth_dion": "dmuon", "dmuon": "orth_dion"}[saved]
     save, load = (Run(dp=2, config=settings(optimizer=name)) for name in (saved, other))
-    ranks(2, _train_between, save, 0, 2, None, str(tmp_path))
+    ranks(2, train_between, save, 0, 2, None, tmp_path)
     with pytest.raises(RankFailed) as failed:
-        ranks(2, _train_between, load, 2, 3, str(tmp_path), None)
+        ranks(2, train_between, load, 2, 3, tmp_path, None)
     assert len(failed.value.reports) == 2
     if saved == "orth_dion":
         # The other way round torch's loader misses V before anyone could say more.
@@ -158,7 +158,7 @@ def _everything(chunk: Any, optimizer: Any) -> Any:
         {n: f.clone().numpy().tobytes() for n, f in c.exchange.right_factors.items()}
         for c in optimizer.chained_optimizers
     ]
-    return _state_bytes(optimizer), replica_hashes([chunk]), factors
+    return state_bytes(optimizer), replica_hashes([chunk]), factors
 
 
 def test_a_rank_multiple_larger_than_a_matrix_is_refused_by_name(ranks: Ranks) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.pretraining import pretrain
+from tests.distributed.pretraining import of_step, pretrain
 
 Ranks = Callable[..., list[Any]]
 
@@ -75,6 +75,28 @@ def test_resume_is_bit_equal(ranks: Ranks, tmp_path: Path, flags: tuple[str, ...
         }
         assert later["steps"] == [6]
     assert whole[0][0][-1] < whole[0][0][0]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(DMUON, id="dmuon"),
+        pytest.param(ORTH_DION, id="orth_dion", marks=pytest.mark.slow),
+    ],
+)
+def test_resume_at_another_layout(ranks: Ranks, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Three iterations at TP2 x DP2, three at PP2 x DP2, against six at TP2 x DP2."""
+
+    def run(load: str, save: str, tp: int, pp: int, iterations: int) -> list[list[float]]:
+        arguments = (tmp_path / load, tmp_path / save, tp, pp, iterations, flags)
+        results = ranks(4, pretrain_with_hooks, *arguments, init_process_group=False)
+        return [losses for losses, _ in results]
+
+    whole = run("straight", "straight", 2, 1, 6)
+    run("stopped", "stopped", 2, 1, 3)
+    resumed = run("stopped", "resumed", 1, 2, 6)
+    expected = [of_step(whole, step, 6) for step in range(3, 6)]
+    assert [of_step(resumed, step, 3) for step in range(3)] == pytest.approx(expected, rel=1e-5)
 
 
 def test_resume_draws_the_same_dropout(ranks: Ranks, tmp_path: Path) -> None:

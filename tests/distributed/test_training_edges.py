@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,8 @@ import torch
 from megatron_muon.config import MatrixConfig
 from megatron_muon.matrices import Rule
 from tests import tiny_gpt
-from tests.distributed.training import Run, build, gather, make_optimizer, replica_hashes
+from tests.distributed.checkpointing import state_bytes
+from tests.distributed.training import Run, build, make_optimizer, replica_hashes
 from tests.ranks import layout
 
 Ranks = Callable[..., list[Any]]
@@ -24,24 +23,11 @@ def _gradients(wrapped: Any, optimizer: Any, step: int) -> None:
     tiny_gpt.forward_backward(wrapped, tiny_gpt.batch(step, global_batch=16), optimizer)
 
 
-def _state_bytes(optimizer: Any) -> dict[Any, bytes]:
-    """Every tensor of the optimizer: masters and state, by position."""
-    found = {}
-    for number, child in enumerate(optimizer.chained_optimizers):
-        for parameter in child.get_parameters():
-            key = (number, len(found))
-            found[key, "master"] = parameter.detach().numpy().tobytes()
-            for name, value in child.optimizer.state[parameter].items():
-                if isinstance(value, torch.Tensor):
-                    found[key, name] = value.numpy().tobytes()
-    return found
-
-
 def _poisoned_step(rank: int, run: Run, value: float, victim: str, tp_rank: int) -> Any:
     (wrapped,), optimizer, _ = build(run)
     _gradients(wrapped, optimizer, 0)
     assert optimizer.step()[0]
-    before = (_state_bytes(optimizer), replica_hashes([wrapped]))
+    before = (state_bytes(optimizer), replica_hashes([wrapped]))
     steps_before = [group["step"] for group in optimizer.param_groups]
     _gradients(wrapped, optimizer, 1)
     if rank % run.tp == tp_rank:
@@ -50,7 +36,7 @@ def _poisoned_step(rank: int, run: Run, value: float, victim: str, tp_rank: int)
                 # On every DP rank, because only the one that owns the element looks at it.
                 parameter.main_grad.view(-1)[7] = value
     ok, _, _ = optimizer.step()
-    unchanged = before == (_state_bytes(optimizer), replica_hashes([wrapped]))
+    unchanged = before == (state_bytes(optimizer), replica_hashes([wrapped]))
     unchanged &= steps_before == [group["step"] for group in optimizer.param_groups]
     _gradients(wrapped, optimizer, 2)
     again, norm, _ = optimizer.step()
@@ -92,8 +78,8 @@ def test_a_loss_scaler_skips_the_step_as_for_adam(ranks: Ranks) -> None:
         tiny_gpt.forward_backward(wrapped, tiny_gpt.batch(0), optimizer)
         if rank == 3:
             wrapped.buffers[0].grad_data.fill_(float("inf"))
-        before = _state_bytes(optimizer)
-        return optimizer.step()[0], before == _state_bytes(optimizer)
+        before = state_bytes(optimizer)
+        return optimizer.step()[0], before == state_bytes(optimizer)
 
     assert ranks(4, body) == [(False, True)] * 4
 
@@ -266,96 +252,6 @@ def test_ranks_with_different_plans_do_not_start(ranks: Ranks) -> None:
     assert all("ranks [2]" in message for message in messages)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("tp", "dp", "pp"), [(2, 2, 1), (1, 4, 1), (2, 1, 2)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_resumed_run_is_bit_equal(
-    ranks: Ranks, tmp_path: Path, tp: int, dp: int, pp: int, dtype: torch.dtype
-) -> None:
-    """20 steps without interruption, or 10, a torch_dist checkpoint, a new process, 10 more."""
-    run = Run(tp=tp, dp=dp, pp=pp, dtype=dtype, overlap=pp == 1)
-    world = run.world_size
-    straight = ranks(world, _train_between, run, 0, 20, None, None)
-    ranks(world, _train_between, run, 0, 10, None, str(tmp_path))
-    resumed = ranks(world, _train_between, run, 10, 20, str(tmp_path), None)
-    for rank, (expected, found) in enumerate(zip(straight, resumed, strict=True)):
-        assert expected["losses"][10:] == found["losses"]
-        assert expected["weights"] == found["weights"], rank
-        assert expected["state"] == found["state"], rank
-        assert expected["groups"] == found["groups"], rank
-
-
-def _train_between(
-    rank: int, run: Run, start: int, stop: int, load: str | None, save: str | None
-) -> dict[str, Any]:
-    from megatron.core import dist_checkpointing
-
-    metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
-    chunks, optimizer, schedule = build(dataclasses.replace(run, steps=20))
-    names = ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
-
-    def content(is_loading: bool) -> dict[str, Any]:
-        models = {
-            name: chunk.module.sharded_state_dict(metadata=metadata)
-            for name, chunk in zip(names, chunks, strict=True)
-        }
-        return {
-            **models,
-            "optimizer": optimizer.sharded_state_dict(
-                models["model"] if len(chunks) == 1 else models,
-                is_loading=is_loading,
-                metadata=metadata,
-            ),
-        }
-
-    if load is not None:
-        # A run that starts from other weights shows that everything comes from the checkpoint.
-        with torch.no_grad():
-            for chunk in chunks:
-                for parameter in chunk.parameters():
-                    parameter.add_(1.0)
-        loaded = dist_checkpointing.load(content(is_loading=True), load)
-        for name, chunk in zip(names, chunks, strict=True):
-            chunk.module.load_state_dict(loaded[name], strict=False)
-        optimizer.load_state_dict(loaded["optimizer"])
-        schedule.step(start)
-    losses = []
-    for step in range(start, stop):
-        optimizer.zero_grad()
-        micro_batches = tiny_gpt.batch(step, global_batch=16, micro_batch=2)
-        losses.append(tiny_gpt.forward_backward(chunks, micro_batches, optimizer))
-        assert optimizer.step()[0]
-        schedule.step(1)
-    gather(chunks)
-    if save is not None:
-        dist_checkpointing.save(content(is_loading=False), save)
-    return {
-        "losses": losses,
-        "weights": replica_hashes(chunks),
-        "state": _state_bytes(optimizer),
-        "right_factors": {
-            name: factor.float().numpy().tobytes()
-            for child in optimizer.chained_optimizers
-            for name, factor in child.exchange.right_factors.items()
-        },
-        "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
-    }
-
-
-def test_other_sharding_types_are_refused_by_name(ranks: Ranks) -> None:
-    def body(rank: int) -> str:
-        (wrapped,), optimizer, _ = build(Run())
-        with pytest.raises(ValueError) as refused:
-            optimizer.sharded_state_dict(
-                wrapped.module.sharded_state_dict(),
-                metadata={"distrib_optim_sharding_type": "fully_sharded_model_space"},
-            )
-        return str(refused.value)
-
-    (message,) = ranks(1, body)
-    assert "fully_sharded_model_space" in message and "--ckpt-format torch_dist" in message
-
-
 def test_scheduler_is_used(ranks: Ranks) -> None:
     """Warm-up reaches the matrix groups as well as Adam's."""
 
@@ -451,22 +347,6 @@ def test_rates_hold_without_a_scheduler(ranks: Ranks) -> None:
     assert unchanged == {f"decoder.layers.{i}.self_attention.linear_proj.weight" for i in (0, 1)}
 
 
-def test_resume_with_other_rates_and_rules(ranks: Ranks, tmp_path: Path) -> None:
-    """Megatron fails with a bare ``KeyError`` on any change of a learning rate (M#2625)."""
-    ranks(2, _train_between, Run(tp=2), 0, 3, None, str(tmp_path))
-    changed = MatrixConfig(
-        lr=5e-3, weight_decay=0.3, rules=(Rule(pattern="*.linear_fc2.weight", lr_mult=0.5),)
-    )
-    same = ranks(2, _train_between, Run(tp=2), 3, 4, str(tmp_path), None)
-    other = ranks(2, _train_between, Run(tp=2, config=changed), 3, 4, str(tmp_path), None)
-    # The same weights before the first resumed step, other rates in it.
-    assert same[0]["losses"] == other[0]["losses"]
-    assert same[0]["weights"] != other[0]["weights"]
-    assert {g["step"] for g in other[0]["groups"]} == {4}
-    rates = {g["max_lr"] for g in other[0]["groups"] if g.get("optimizer") == "dmuon"}
-    assert rates == {5e-3, 2.5e-3}
-
-
 def _with_groups(rank: int, lacking: str, tp: int) -> dict[str, Any] | str:
     """One step with explicit process groups, of which one is missing."""
     from megatron.core.optimizer import OptimizerConfig
@@ -501,18 +381,3 @@ def test_the_exchange_group_is_made_where_megatron_gives_none(ranks: Ranks) -> N
     made = ranks(4, _with_groups, "tp_dp_cp", 2)
     for one, other in zip(given, made, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.mark.parametrize("dp", [1, 4])
-def test_resume_at_another_data_parallel_size(ranks: Ranks, tmp_path: Path, dp: int) -> None:
-    """The flat state of each parameter is cut anew; buckets and ranges may lie elsewhere."""
-    saved = Run(tp=1, dp=2, overlap=True)
-    ranks(2, _train_between, saved, 0, 3, None, str(tmp_path))
-    straight = ranks(2, _train_between, saved, 3, 6, str(tmp_path), None)[0]
-    other = dataclasses.replace(saved, dp=dp)
-    resumed = ranks(dp, _train_between, other, 3, 6, str(tmp_path), None)[0]
-    assert resumed["losses"] == pytest.approx(straight["losses"], rel=1e-6)
-    for name, value in straight["weights"].items():
-        expected = torch.frombuffer(bytearray(value), dtype=torch.float32)
-        found = torch.frombuffer(bytearray(resumed["weights"][name]), dtype=torch.float32)
-        assert torch.allclose(found, expected, rtol=0, atol=2e-5), name
