@@ -82,8 +82,12 @@ _FLAG_PROBLEMS: tuple[tuple[Callable[[Any], bool], str], ...] = (
         _later("--ckpt-format other than torch_dist", "type --ckpt-format torch_dist"),
     ),
     (
-        lambda a: getattr(a, "non_persistent_ckpt_type", None) == "local",
-        _later("--non-persistent-ckpt-type local", "use global"),
+        lambda a: getattr(a, "non_persistent_ckpt_type", None) not in (None, "global"),
+        _later("--non-persistent-ckpt-type other than global", "use global"),
+    ),
+    (
+        lambda a: getattr(a, "ckpt_convert_format", None) not in (None, "torch_dist"),
+        _later("--ckpt-convert-format torch", "remove the flag and --ckpt-convert-save"),
     ),
     (
         lambda a: a.muon_tp_mode != "blockwise",

@@ -138,43 +138,6 @@ def test_steps_save_and_load_give_the_same_bits(ranks: Ranks, tmp_path: Path, ru
         assert expected["state"] == found["state"], rank
 
 
-def test_collectives_at_save_do_not_grow_with_param_groups(ranks: Ranks) -> None:
-    """World-wide object gathers per param group, at 10,000 ranks."""
-
-    def count(rank: int, rules: int) -> int:
-        import torch.distributed as dist
-
-        config = MatrixConfig(
-            min_dim=1,
-            rules=tuple(
-                Rule(pattern=f"decoder.layers.{n}.*", lr_mult=1.0 + n / 10) for n in range(rules)
-            ),
-        )
-        (chunk,), optimizer, _ = build(Run(dp=2, config=config))
-        calls = 0
-        collectives = (
-            *("all_gather_object", "gather_object", "broadcast_object_list", "all_gather"),
-            *("all_reduce", "broadcast", "all_gather_into_tensor", "gather"),
-        )
-        for name in collectives:
-            original = getattr(dist, name)
-
-            def counted(*args: Any, original: Any = original, **kwargs: Any) -> Any:
-                nonlocal calls
-                calls += 1
-                return original(*args, **kwargs)
-
-            setattr(dist, name, counted)
-        metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
-        optimizer.sharded_state_dict(
-            chunk.module.sharded_state_dict(metadata=metadata), metadata=metadata
-        )
-        return calls
-
-    few, many = ranks(2, count, 0), ranks(2, count, 4)
-    assert few == many
-
-
 @pytest.mark.parametrize(
     "run", [Run(), Run(tp=2, sequence_parallel=True), Run(model="moe", dp=2, ep=2)]
 )

@@ -99,6 +99,53 @@ def test_resume_at_another_layout(ranks: Ranks, tmp_path: Path, flags: tuple[str
     assert [of_step(resumed, step, 3) for step in range(3)] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    arguments = (folder, folder, 2, 1, 4, ORTH_DION)
+    results = ranks(4, pretrain_with_hooks, *arguments, init_process_group=False)
+    return [losses for losses, _ in results]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [
+        ("--no-ckpt-fully-parallel-save", "--ckpt-fully-parallel-load"),
+        (
+            "--ckpt-assume-constant-structure --save-interval 1",
+            "--ckpt-fully-parallel-load --ckpt-fully-parallel-load-exchange-algo gather_rounds",
+        ),
+        (
+            "--ckpt-fully-parallel-save-process-group ep_dp",
+            "--ckpt-fully-parallel-load --ckpt-fully-parallel-load-exchange-algo gather_object",
+        ),
+        ("--async-save --use-persistent-ckpt-worker --async-strategy mcore", "--no-load-rng"),
+        ("", "--dist-ckpt-strictness log_all"),
+        ("", "--dist-ckpt-strictness log_unexpected"),
+        ("", "--use-checkpoint-args"),
+        ("--dist-ckpt-workers 2", "--no-ckpt-load-validate-sharding-integrity"),
+        ("--non-persistent-save-interval 2 --non-persistent-ckpt-type global", ""),
+    ],
+)
+def test_every_way_of_saving_and_loading_resumes(
+    ranks: Ranks,
+    tmp_path: Path,
+    uninterrupted: list[list[float]],
+    saving: str,
+    loading: str,
+) -> None:
+    def run(save: str, iterations: int, flags: str) -> list[list[float]]:
+        arguments = (tmp_path / "stopped", tmp_path / save, 2, 1, iterations)
+        ours = (*ORTH_DION, *flags.split())
+        results = ranks(4, pretrain_with_hooks, *arguments, ours, init_process_group=False)
+        return [losses for losses, _ in results]
+
+    first = run("stopped", 2, saving)
+    second = run("resumed", 4, loading)
+    assert uninterrupted == [a + b for a, b in zip(first, second, strict=True)]
+
+
 def test_resume_draws_the_same_dropout(ranks: Ranks, tmp_path: Path) -> None:
     """Without tensor parallelism dropout comes from the generator that a data loader seeds from."""
     folders = [tmp_path / name for name in ("straight", "stopped", "resumed")]
