@@ -88,7 +88,9 @@ def nothing() -> None:
 # ---- what differs between the layers and the runs ---------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["dp_reshardable", "fully_reshardable"])
+@pytest.mark.parametrize(
+    "kind", ["dp_reshardable", pytest.param("fully_reshardable", marks=pytest.mark.slow)]
+)
 def test_a_rule_on_one_layer_is_saved_and_loaded(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     """Layer 1 has Adam's two states, and the others of the same stacked key have a momentum."""
     run = run_at(Layout(tp=2, dp=2), config=TO_ADAM)
@@ -131,7 +133,13 @@ def test_another_padding_of_the_vocabulary(
     ranks(4, _holds, loading, tmp_path / "a", whole, nothing)
 
 
-@pytest.mark.parametrize("config", [DMUON, ORTH_DION], ids=["dmuon", "orth_dion"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(DMUON, id="dmuon"),
+        pytest.param(ORTH_DION, id="orth_dion", marks=pytest.mark.slow),
+    ],
+)
 def test_bf16_weights_are_their_masters_on_every_replica(
     ranks: Ranks, tmp_path: Path, config: MatrixConfig
 ) -> None:
@@ -261,6 +269,7 @@ def forget_the_masters() -> None:
     MatrixDistributedOptimizer._copy_main_params_to_model_params = lambda _: None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("break_code", "seen"),
     [
