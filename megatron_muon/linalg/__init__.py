@@ -32,6 +32,14 @@ from megatron_muon.linalg.precision import (
     resolve_exchange_dtype,
 )
 from megatron_muon.linalg.scales import SCALE_MODES, update_rms, update_scale
+from megatron_muon.linalg.shared_newton_schulz import (
+    PanelRequest,
+    PanelWork,
+    PanelWorker,
+    orthogonalize_panel_,
+    panel_flops,
+    panel_requests,
+)
 from megatron_muon.linalg.workspace import Workspace
 
 __all__ = [
@@ -42,6 +50,9 @@ __all__ = [
     "SCALE_MODES",
     "STATE_DTYPES",
     "CoefficientSet",
+    "PanelRequest",
+    "PanelWork",
+    "PanelWorker",
     "RightFactor",
     "Schedule",
     "Segments",
@@ -54,7 +65,10 @@ __all__ = [
     "newton_schulz",
     "newton_schulz_flops",
     "orthogonalize_",
+    "orthogonalize_panel_",
     "orthonormal_basis",
+    "panel_flops",
+    "panel_requests",
     "parse_coefficients",
     "resolve_compute_dtype",
     "resolve_exchange_dtype",

@@ -1,0 +1,172 @@
+"""One matrix by several workers: against the float64 formula, bit for bit among workers, counts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron_muon.linalg import (
+    PanelRequest,
+    PanelWork,
+    Segments,
+    Workspace,
+    carried_segments,
+    coefficient_schedule,
+    newton_schulz,
+    orthogonalize_panel_,
+    panel_flops,
+    panel_requests,
+    standard_segments,
+)
+from tests.reference.muon import QUINTIC, orthogonalize
+
+SHAPES = [(1, 1), (3, 8), (5, 5), (7, 31), (12, 64), (2, 9), (130, 300)]
+FORMS = {"carried": carried_segments, "standard": standard_segments}
+
+
+def cuts(length: int, count: int) -> tuple[tuple[int, int], ...]:
+    """As equal as possible; some empty where there are fewer rows than workers."""
+    ends = [length * i // count for i in range(count + 1)]
+    return tuple(itertools.pairwise(ends))
+
+
+def answers(
+    requests: Sequence[PanelRequest], rows: Sequence[tuple[int, int]]
+) -> list[list[torch.Tensor]]:
+    """What a perfect network gives to every worker."""
+    (kind,) = {request.kind for request in requests}
+    tensors = [request.tensor for request in requests]
+    if kind == "scalars":
+        return [[t.clone() for t in tensors] for _ in requests]
+    if kind == "partials":
+        return [[t[start:end].clone() for t in tensors] for start, end in rows]
+    for target in tensors:
+        for source, (start, end) in zip(tensors, rows, strict=True):
+            target[start:end] = source[start:end]
+    return [[] for _ in requests]
+
+
+def shared(
+    x: torch.Tensor, workers: int, segments: Segments, *, dtype: torch.dtype, scale: float = 1.0
+) -> tuple[torch.Tensor, list[str]]:
+    """The result of all workers together, and the kinds of their requests."""
+    m, n = x.shape
+    rows = cuts(m, workers)
+    space = Workspace()
+    running = [
+        orthogonalize_panel_(
+            x[:, start:end].clone(memory_format=torch.contiguous_format),
+            PanelWork(rows=rows, number=number),
+            segments,
+            compute_dtype=dtype,
+            scale=scale,
+            workspace=space,
+            name=f"{number}.",
+        )
+        for number, (start, end) in enumerate(cuts(n, workers))
+    ]
+    requests, kinds = [next(worker) for worker in running], []
+    while True:
+        kinds.append(requests[0].kind)
+        given = answers(requests, rows)
+        if kinds[-1] == "rows":
+            squares = [request.tensor for request in requests]
+            assert all(
+                torch.equal(squares[0], square) or squares[0].isnan().any() for square in squares
+            )
+        done: list[torch.Tensor] = []
+        following = []
+        for worker, answer in zip(running, given, strict=True):
+            try:
+                following.append(worker.send(answer))
+            except StopIteration as stopped:
+                done.append(stopped.value)
+        if done:
+            assert len(done) == workers
+            return torch.cat(done, dim=1), kinds
+        requests = following
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_equals_the_formula_and_asks_for_what_it_says(
+    shape: tuple[int, int], workers: int, form: str
+) -> None:
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    segments = FORMS[form](coefficient_schedule("quintic", 5))
+    found, kinds = shared(x, workers, segments, dtype=torch.float64, scale=3.0)
+    expected = 3.0 * orthogonalize(x, QUINTIC)
+    assert (found - expected).norm() <= 1e-10 * expected.norm()
+    assert tuple(kinds) == panel_requests(segments)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"),
+    [(torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 7e-2)],
+    ids=str,
+)
+@pytest.mark.parametrize("workers", [2, 3, 8])
+def test_no_less_precise_than_one_worker(dtype: torch.dtype, bound: float, workers: int) -> None:
+    x = torch.randn(48, 160, generator=torch.Generator().manual_seed(2))
+    schedule = coefficient_schedule("quintic", 5)
+    form = standard_segments if dtype == torch.bfloat16 else carried_segments
+    expected = orthogonalize(x.double(), QUINTIC)
+    found, _ = shared(x, workers, form(schedule), dtype=dtype)
+    assert found.dtype == dtype
+    off = (found.double() - expected).norm() / expected.norm()
+    alone = newton_schulz(x, schedule, compute_dtype=dtype, segments=form(schedule))
+    assert off < bound
+    assert off < 2 * (alone.double() - expected).norm() / expected.norm()
+
+
+def test_one_after_another_is_not_a_matrix() -> None:
+    """What a wrong order of panels would give is far off: the test above can fail."""
+    x = torch.randn(8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    segments = carried_segments(coefficient_schedule("quintic", 5))
+    alone, _ = shared(x[:, :16].contiguous(), 1, segments, dtype=torch.float64)
+    together, _ = shared(x, 2, segments, dtype=torch.float64)
+    assert (alone - together[:, :16]).norm() > 1e-2 * alone.norm()
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-30, 1e-42, 1e30])
+def test_no_magnitude_matters(factor: float) -> None:
+    """Tiny panels beside large ones, zero panels, and a matrix of zeros."""
+    x = torch.randn(6, 24, generator=torch.Generator().manual_seed(4))
+    segments = carried_segments(coefficient_schedule("quintic", 5))
+    plain, _ = shared(x, 3, segments, dtype=torch.float32)
+    found, _ = shared(x * factor, 3, segments, dtype=torch.float32)
+    bound = 1e-4 if factor > 1e-40 else 1e-1
+    assert (found - plain * (factor > 0)).norm() <= bound * plain.norm()
+    x[:, 8:] *= factor
+    expected = orthogonalize(x.double(), QUINTIC)
+    found, _ = shared(x, 3, segments, dtype=torch.float32)
+    assert (found.double() - expected).norm() <= 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_so_for_every_worker(value: float) -> None:
+    x = torch.randn(6, 24, generator=torch.Generator().manual_seed(5))
+    x[2, 20] = value
+    segments = carried_segments(coefficient_schedule("quintic", 5))
+    found, _ = shared(x, 3, segments, dtype=torch.float32)
+    assert found.isnan().all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_operations_are_as_counted(workers: int, form: str) -> None:
+    m, n = 140, 301
+    segments = FORMS[form](coefficient_schedule("quintic", 5))
+    x = torch.randn(m, n, generator=torch.Generator().manual_seed(6))
+    with FlopCounterMode(display=False) as counter:
+        shared(x, workers, segments, dtype=torch.float32)
+    expected = sum(
+        panel_flops(m, stop - start, end - first, segments)
+        for (start, stop), (first, end) in zip(cuts(n, workers), cuts(m, workers), strict=True)
+    )
+    assert counter.get_total_flops() == expected
