@@ -3,6 +3,7 @@
 from megatron_muon.exchange.factor_runner import FactorExchange, WaveMail
 from megatron_muon.exchange.groups import exchange_group
 from megatron_muon.exchange.messenger import ExchangeCounters, Flight
+from megatron_muon.exchange.pieces import piece_of
 from megatron_muon.exchange.runner import Exchange
 from megatron_muon.exchange.transport import (
     GroupTransport,
@@ -25,5 +26,6 @@ __all__ = [
     "check_agreement",
     "exchange_group",
     "gather_objects",
+    "piece_of",
     "same_on_all_ranks",
 ]

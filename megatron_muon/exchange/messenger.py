@@ -53,7 +53,7 @@ class Messenger:
         size: Number of ranks of the exchange group; with one nothing is sent.
         rank: This rank in the group.
         transport: How messages travel.
-        dtype: Element type of all buffers.
+        dtype: Element type of its own buffers.
         device: Device of all buffers.
     """
 
@@ -87,13 +87,20 @@ class Messenger:
 
     def hold(self, numel: int) -> None:
         """Count elements that came to be elsewhere."""
-        self._alive += numel
-        peak = self._alive * self.dtype.itemsize
-        self.counters.peak_buffer_bytes = max(self.counters.peak_buffer_bytes, peak)
+        self.hold_bytes(numel * self.dtype.itemsize)
+
+    def hold_bytes(self, count: int) -> None:
+        """Count bytes, whatever they are of."""
+        self._alive += count
+        self.counters.peak_buffer_bytes = max(self.counters.peak_buffer_bytes, self._alive)
 
     def forget(self, numel: int) -> None:
         """Count elements that are no longer needed."""
-        self._alive -= numel
+        self.forget_bytes(numel * self.dtype.itemsize)
+
+    def forget_bytes(self, count: int) -> None:
+        """Count bytes that are no longer needed."""
+        self._alive -= count
 
     def send(
         self, message: Message, sent: torch.Tensor, received: torch.Tensor | None = None
@@ -103,7 +110,7 @@ class Messenger:
         Args:
             message: Counts.
             sent: What is sent.
-            received: Where to; a counted buffer by default.
+            received: Where to, of the same dtype; a counted buffer by default.
         """
         if self.size == 1:
             return Flight(pending=None, sent=sent, received=sent)
@@ -116,8 +123,8 @@ class Messenger:
             sent_counts=message.sent_counts,
         )
         own = message.sent_counts[self.rank]
-        self.counters.sent_bytes += (sent.numel() - own) * self.dtype.itemsize
-        self.counters.received_bytes += (received.numel() - own) * self.dtype.itemsize
+        self.counters.sent_bytes += (sent.numel() - own) * sent.element_size()
+        self.counters.received_bytes += (received.numel() - own) * received.element_size()
         self.counters.messages += 1
         return Flight(pending=pending, sent=sent, received=received)
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from megatron_muon.exchange.messenger import ExchangeCounters, Flight, Messenger
+from megatron_muon.exchange.pieces import ApplyFunction, PackFunction, piece_buffers
+from megatron_muon.exchange.shared_runner import PanelFunction, SharedExchange
 from megatron_muon.exchange.transport import Transport
 from megatron_muon.exchange.wave_memory import WaveMemory
 from megatron_muon.placement import Plan
-from megatron_muon.placement.program import Patch, Piece, WaveProgram, compile_wave
-
-PackFunction = Callable[[Sequence[Piece], Sequence[torch.Tensor]], None]
-"""Fills the buffer views (1-D, one per piece) with what the owners need."""
+from megatron_muon.placement.program import Patch, WaveProgram, compile_wave
 
 ComputeFunction = Callable[[torch.Tensor], torch.Tensor]
 """Maps a batch (B, m, n) of whole matrices to their updates, same shape.
@@ -21,9 +20,6 @@ ComputeFunction = Callable[[torch.Tensor], torch.Tensor]
 The smaller side comes first in memory: of tall matrices the transpose is contiguous. The batch may
 be overwritten, and the result need not outlive the next call.
 """
-
-ApplyFunction = Callable[[Sequence[Piece], Sequence[torch.Tensor]], None]
-"""Applies the updates (1-D views, one per piece) to this rank's ranges."""
 
 
 class Exchange:
@@ -40,6 +36,9 @@ class Exchange:
         device: Device of the buffers.
         keep_buffers: Whether they stay allocated between steps. On CUDA they need not: torch's
             allocator hands the same memory out again, and to activations meanwhile.
+        squares_dtype: Element type of what travels among the ranks that share a matrix; ``dtype``
+            by default.
+        scalars_dtype: Element type of the norms among them; ``dtype`` by default.
     """
 
     def __init__(
@@ -51,6 +50,8 @@ class Exchange:
         dtype: torch.dtype,
         device: torch.device,
         keep_buffers: bool = True,
+        squares_dtype: torch.dtype | None = None,
+        scalars_dtype: torch.dtype | None = None,
     ) -> None:
         if dtype.itemsize != plan.itemsize:
             raise ValueError(f"plan counts {plan.itemsize} bytes an element, {dtype} has others")
@@ -67,6 +68,13 @@ class Exchange:
             )
             for program in self._programs
         )
+        self._shared = SharedExchange(
+            plan,
+            rank=rank,
+            messenger=self._messenger,
+            squares_dtype=squares_dtype or dtype,
+            scalars_dtype=scalars_dtype or dtype,
+        )
         self._device = device
         self._dtype = dtype
         self._keep_buffers = keep_buffers
@@ -77,25 +85,70 @@ class Exchange:
         """Counts of the last ``run``."""
         return self._messenger.counters
 
-    def run(self, *, pack: PackFunction, compute: ComputeFunction, apply: ApplyFunction) -> None:
+    def run(
+        self,
+        *,
+        pack: PackFunction,
+        compute: ComputeFunction,
+        apply: ApplyFunction,
+        panel: PanelFunction | None = None,
+    ) -> None:
         """One step: every matrix is assembled at its owner, computed, and sent back.
 
-        While wave k is computed, wave k+1 is on its way to the owners and wave k-1 back.
+        While wave k is computed, wave k+1 is on its way to the owners and wave k-1 back. Shared
+        matrices are computed in between, evenly spread: ranks that have a part of one have fewer
+        matrices of their own, so that all come to the end of a wave at the same time.
 
         Args:
             pack: Called once per wave before it departs.
             compute: Called once per wave and shape that this rank owns.
             apply: Called once per wave after its return.
+            panel: Computes this rank's part of a shared matrix; needed where the plan has any.
         """
         self._messenger.reset()
         programs = self._programs
-        if not programs:
-            return
-        if self._memory is None:
-            self._memory = WaveMemory(
+        shared = self._spread_shared(pack, panel, apply)
+        memory = self._memory
+        if memory is None and programs:
+            memory = self._memory = WaveMemory(
                 programs, size=self.plan.group.size, dtype=self._dtype, device=self._device
             )
-        memory = self._memory
+        if memory is not None:
+            self._run_waves(memory, pack, compute, apply, shared)
+        for _ in shared:
+            pass
+        if not self._keep_buffers:
+            self._memory = None
+            self._shared.let_go()
+
+    def _spread_shared(
+        self, pack: PackFunction, panel: PanelFunction | None, apply: ApplyFunction
+    ) -> Iterator[None]:
+        """The work on shared matrices, in as many portions as there are waves, and a rest.
+
+        The last message is the rest's: it brings home what the last wave need not wait for.
+        """
+        if not self._shared.messages:
+            return
+        assert panel is not None, "the plan has shared matrices"
+        waves, total = max(1, len(self._programs)), self._shared.messages - 1
+        work = self._shared.run(pack, panel, apply)
+        for wave in range(waves):
+            for _ in range(total * wave // waves, total * (wave + 1) // waves):
+                next(work)
+            yield
+        for _ in work:
+            pass
+
+    def _run_waves(
+        self,
+        memory: WaveMemory,
+        pack: PackFunction,
+        compute: ComputeFunction,
+        apply: ApplyFunction,
+        between: Iterator[None],
+    ) -> None:
+        programs = self._programs
         self._messenger.hold(memory.numel)
         outgoing = self._depart(memory, 0, pack)
         returning: Flight | None = None
@@ -103,6 +156,8 @@ class Exchange:
             arriving = outgoing
             if k + 1 < len(programs):
                 outgoing = self._depart(memory, k + 1, pack)
+            # Before this wave's return is started: what follows it may have to wait for others.
+            next(between, None)
             batches = memory.batches(program)
             self._assemble(program, batches, arriving)
             back = self._compute(memory, k, batches, compute)
@@ -112,13 +167,11 @@ class Exchange:
         if returning is not None:
             self._land(programs[-1], returning, apply)
         self._messenger.forget(memory.numel)
-        if not self._keep_buffers:
-            self._memory = None
 
     def _depart(self, memory: WaveMemory, wave: int, pack: PackFunction) -> Flight:
         program = self._programs[wave]
         sent, received = memory.message(wave, program.out)
-        pack(program.packed, [sent[p.offset : p.offset + p.numel] for p in program.packed])
+        pack(program.packed, piece_buffers(sent, program.packed))
         return self._messenger.send(program.out, sent, received)
 
     def _assemble(
@@ -152,7 +205,7 @@ class Exchange:
 
     def _land(self, program: WaveProgram, flight: Flight, apply: ApplyFunction) -> None:
         received = flight.land()
-        apply(program.applied, [received[p.offset : p.offset + p.numel] for p in program.applied])
+        apply(program.applied, piece_buffers(received, program.applied))
 
 
 def _patch_view(batch: torch.Tensor, patch: Patch) -> torch.Tensor:

@@ -58,6 +58,7 @@ class MatrixUpdate:
                 plan, self.rank, dtype=rule.state_dtype, device=device
             )
         else:
+            assert isinstance(rule, MuonRule)
             self._exchange = Exchange(
                 plan,
                 rank=self.rank,
@@ -65,6 +66,8 @@ class MatrixUpdate:
                 dtype=rule.exchange_dtype,
                 device=device,
                 keep_buffers=self._keeps_memory,
+                squares_dtype=rule.compute_dtype,
+                scalars_dtype=rule.scalars_dtype,
             )
 
     @property

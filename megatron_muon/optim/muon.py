@@ -14,20 +14,28 @@ convention and scale modes as in megatron-core's ``muon`` and Emerging-Optimizer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from megatron_muon.exchange import Exchange
+from megatron_muon.exchange import Exchange, piece_of
 from megatron_muon.linalg import (
+    PanelRequest,
+    PanelWork,
+    Segments,
     Workspace,
     cheapest_segments,
     newton_schulz_flops,
     orthogonalize_,
+    orthogonalize_panel_,
+    panel_flops,
+    panel_requests,
     update_scale,
 )
+from megatron_muon.placement import Sharing, even_cuts
 from megatron_muon.placement.program import Piece
+from megatron_muon.placement.shared_program import SharedPart
 
 MOST_ELEMENTS = 1 << 27
 """Of matrices that are orthogonalized in one go; the iteration needs two to four times as much."""
@@ -61,8 +69,62 @@ class MuonRule:
 
     def cost(self, m: int, n: int, device: torch.device) -> int:
         """Operations of the orthogonalization of one m x n matrix."""
-        segments = cheapest_segments(m, n, self.schedule, self.compute_dtype, device)
-        return newton_schulz_flops(m, n, segments, device)
+        return newton_schulz_flops(m, n, self._segments(m, n, device), device)
+
+    def _segments(self, m: int, n: int, device: torch.device) -> Segments:
+        return cheapest_segments(m, n, self.schedule, self.compute_dtype, device)
+
+    @property
+    def scalars_dtype(self) -> torch.dtype:
+        """Element type of norms."""
+        wide = torch.promote_types(self.exchange_dtype, torch.float32)
+        return torch.promote_types(wide, self.compute_dtype)
+
+    def sharing(self, most_ranks: int, device: torch.device, *, min_flops: int) -> Sharing:
+        """How several ranks share a matrix.
+
+        Args:
+            most_ranks: Most ranks that share one.
+            device: Where they compute.
+            min_flops: Operations of a matrix below which it is not shared.
+        """
+
+        def flops(m: int, n: int, ranks: int, number: int) -> int:
+            short, long = sorted((m, n))
+            start, end = even_cuts(short, ranks)[number]
+            first, last = even_cuts(long, ranks)[number]
+            segments = self._segments(m, n, device)
+            return panel_flops(short, last - first, end - start, segments, device)
+
+        return Sharing(
+            most_ranks=most_ranks,
+            flops=flops,
+            requests=lambda m, n: panel_requests(self._segments(m, n, device)),
+            itemsize=self.compute_dtype.itemsize,
+            scalar_itemsize=self.scalars_dtype.itemsize,
+            min_flops=min_flops,
+        )
+
+    def update_panel(
+        self, panel: torch.Tensor, part: SharedPart, slot: int, workspace: Workspace
+    ) -> Generator[PanelRequest, Sequence[torch.Tensor], torch.Tensor]:
+        """``update`` of one panel of a shared matrix; see ``exchange.PanelFunction``.
+
+        Args:
+            panel: The panel, the smaller side of the whole matrix first; overwritten.
+            part: What it is of.
+            slot: Which of those under way at once it is.
+            workspace: Memory to work in.
+        """
+        return orthogonalize_panel_(
+            panel,
+            PanelWork(rows=part.rows, number=part.number),
+            self._segments(*part.shape, panel.device),
+            compute_dtype=self.compute_dtype,
+            scale=self.scale(*part.shape),
+            workspace=workspace,
+            name=f"shared{slot}.",
+        )
 
     def update(self, matrices: torch.Tensor, workspace: Workspace) -> torch.Tensor:
         """``extra · s(m, n) · NewtonSchulz(B)`` of a batch (B, m, n), which is overwritten.
@@ -137,13 +199,11 @@ def muon_step(
         if not pieces:
             return
         held = [at(p) for p in pieces]
-        momenta = [
-            r.momentum[p.start : p.start + p.numel] for r, p in zip(held, pieces, strict=True)
-        ]
+        momenta = [piece_of(r.momentum, p) for r, p in zip(held, pieces, strict=True)]
         if not rule.nesterov:
             torch._foreach_copy_(list(views), momenta)
             return
-        grads = [r.grad[p.start : p.start + p.numel] for r, p in zip(held, pieces, strict=True)]
+        grads = [piece_of(r.grad, p) for r, p in zip(held, pieces, strict=True)]
         if views[0].dtype == momenta[0].dtype:
             torch._foreach_copy_(list(views), grads)
             torch._foreach_lerp_(list(views), momenta, rule.momentum)
@@ -157,9 +217,14 @@ def muon_step(
         for piece, view in zip(pieces, views, strict=True):
             r = at(piece)
             targets, updates = by_lr.setdefault(r.lr, ([], []))
-            targets.append(r.master[piece.start : piece.start + piece.numel])
+            targets.append(piece_of(r.master, piece))
             updates.append(view)
         for lr, (targets, updates) in by_lr.items():
             torch._foreach_add_(targets, updates, alpha=-lr)
 
-    exchange.run(pack=pack, compute=lambda matrices: rule.update(matrices, space), apply=apply)
+    exchange.run(
+        pack=pack,
+        compute=lambda matrices: rule.update(matrices, space),
+        apply=apply,
+        panel=lambda panel, part, slot: rule.update_panel(panel, part, slot, space),
+    )

@@ -1,7 +1,9 @@
 """Planning: owners, waves, byte and FLOP counts. Pure functions of names, shapes and sizes."""
 
 from megatron_muon.placement.factors import FactorPlan, Scheme, SchemeChoice, make_factor_plan
-from megatron_muon.placement.plan import CostFunction, Plan, RankLoad, make_plan
+from megatron_muon.placement.panels import even_cuts
+from megatron_muon.placement.plan import CostFunction, Plan, RankLoad
+from megatron_muon.placement.planning import make_plan
 from megatron_muon.placement.segments import (
     ExchangeGroup,
     Rectangle,
@@ -10,8 +12,11 @@ from megatron_muon.placement.segments import (
     rectangles,
     segments,
 )
+from megatron_muon.placement.shared import SharedMatrix
+from megatron_muon.placement.sharing import MIN_SHARED_FLOPS, Sharing
 
 __all__ = [
+    "MIN_SHARED_FLOPS",
     "CostFunction",
     "ExchangeGroup",
     "FactorPlan",
@@ -21,7 +26,10 @@ __all__ = [
     "Scheme",
     "SchemeChoice",
     "Segment",
+    "SharedMatrix",
+    "Sharing",
     "copies",
+    "even_cuts",
     "make_factor_plan",
     "make_plan",
     "rectangles",

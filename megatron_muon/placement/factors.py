@@ -25,7 +25,8 @@ from functools import cached_property
 from typing import Literal
 
 from megatron_muon.matrices import LogicalMatrix, ShardedParameter
-from megatron_muon.placement.plan import CostFunction, Plan, RankLoad, arrange, fitting_waves
+from megatron_muon.placement.plan import CostFunction, Plan, RankLoad
+from megatron_muon.placement.planning import arrange, fitting_waves
 from megatron_muon.placement.segments import ExchangeGroup
 from megatron_muon.placement.shares import Share, shares
 
@@ -167,6 +168,7 @@ class FactorPlan(Plan):
         return tuple(
             RankLoad(
                 flops=flops[rank],
+                cost=flops[rank],
                 sent_bytes=sent[rank] * self.itemsize,
                 received_bytes=received[rank] * self.itemsize,
                 peak_buffer_bytes=peaks[rank] * self.itemsize,
@@ -230,6 +232,7 @@ def make_factor_plan(
     itemsize: int,
     buffer_bytes: int,
     scheme: SchemeChoice = "auto",
+    ranks_per_node: int | None = None,
 ) -> FactorPlan:
     """Choose owners, what travels, and waves.
 
@@ -242,11 +245,18 @@ def make_factor_plan(
         itemsize: Bytes of one element on the wire.
         buffer_bytes: Bound on a rank's exchange buffers, factors and assembled matrices.
         scheme: ``auto`` takes for each matrix what moves fewer bytes, matrices where equal.
+        ranks_per_node: As for ``make_plan``.
 
     Raises:
         ValueError: As ``make_plan``.
     """
-    found = arrange(group=group, parameters=parameters, matrices=matrices, cost=cost)
+    found = arrange(
+        group=group,
+        parameters=parameters,
+        matrices=matrices,
+        cost=cost,
+        ranks_per_node=ranks_per_node,
+    )
     ranks = tuple(rank(*m.shape) for m in found.matrices)
     shapes = tuple(factor_shape(m.shape, r) for m, r in zip(found.matrices, ranks, strict=True))
     held = tuple(
@@ -271,6 +281,8 @@ def make_factor_plan(
         scatters=found.scatters,
         costs=found.costs,
         itemsize=itemsize,
+        ranks_per_node=ranks_per_node or group.size,
+        largest_unit=found.largest_unit,
         ranks=ranks,
         schemes=schemes,
     )

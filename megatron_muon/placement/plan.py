@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from megatron_muon.matrices import LogicalMatrix, ShardedParameter, natural_key
-from megatron_muon.placement.balance import assign_owners
-from megatron_muon.placement.segments import ExchangeGroup, Segment, copies, segments
-from megatron_muon.placement.waves import (
-    EMPTY,
-    Footprint,
-    cut_by_owner,
-    initial_cap,
-    peak_elements,
+from megatron_muon.matrices import LogicalMatrix, ShardedParameter
+from megatron_muon.placement.segments import ExchangeGroup, Segment
+from megatron_muon.placement.shared import (
+    SHARED_SLOTS,
+    Itemsizes,
+    SharedMatrix,
+    SharedTraffic,
+    crossing_bytes,
+    shared_peaks,
+    shared_traffic,
 )
+from megatron_muon.placement.waves import EMPTY, Footprint, peak_elements
 
 CostFunction = Callable[[int, int], int]
 """Estimated time of orthogonalizing one (m, n) matrix, in any unit."""
@@ -30,13 +31,15 @@ class RankLoad:
 
     Attributes:
         flops: Floating-point operations of its orthogonalizations.
+        cost: Estimated time of them, in the unit of ``Plan.costs``.
         sent_bytes: Bytes that leave it, both ways of the exchange, its own pieces not counted.
         received_bytes: Bytes that reach it, its own pieces not counted.
         peak_buffer_bytes: Largest sum of exchange buffers and assembled matrices alive at once.
-        matrices: Number of matrices it owns.
+        matrices: Number of matrices it owns; one that is shared counts for the first of its ranks.
     """
 
     flops: int
+    cost: int
     sent_bytes: int
     received_bytes: int
     peak_buffer_bytes: int
@@ -51,12 +54,20 @@ class Plan:
         group: Sizes of the exchange group.
         parameters: The parameters, sorted by name.
         matrices: The logical matrices in forward order (natural order of their names).
-        owners: Rank in the group that orthogonalizes each matrix.
-        waves: For each wave the indices of its matrices.
+        owners: Rank in the group that orthogonalizes each matrix; the first of those that share it.
+        waves: For each wave the indices of its matrices, shared ones left out.
         gathers: For each matrix the runs that go to its owner.
         scatters: For each matrix the runs that receive its update.
-        costs: Estimated time of each matrix.
+        costs: Estimated time of each matrix, as a whole.
         itemsize: Bytes of one element on the wire.
+        ranks_per_node: Neighbouring ranks that are on one node, as far as is known.
+        flops: Floating-point operations of each matrix, as a whole; empty where costs are such.
+        largest_unit: Cost below which no placement brings the busiest rank: of the largest part if
+            every matrix were cut as far as it may be.
+        shared: Matrices that several ranks compute together.
+        shared_waves: For each wave of those their positions in ``shared``.
+        shared_slots: Such waves under way at once.
+        shared_itemsizes: Bytes of an element of (partial sums and block rows, norms).
     """
 
     group: ExchangeGroup
@@ -68,6 +79,13 @@ class Plan:
     scatters: tuple[tuple[Segment, ...], ...]
     costs: tuple[int, ...]
     itemsize: int
+    ranks_per_node: int
+    flops: tuple[int, ...] = ()
+    largest_unit: int
+    shared: tuple[SharedMatrix, ...] = ()
+    shared_waves: tuple[tuple[int, ...], ...] = ()
+    shared_slots: int = SHARED_SLOTS
+    shared_itemsizes: tuple[int, int] = (0, 0)
 
     @cached_property
     def digest(self) -> str:
@@ -81,9 +99,12 @@ class Plan:
         return hashlib.sha256(repr(decided).encode()).hexdigest()
 
     def whole_matrix_traffic(self) -> tuple[list[int], list[int]]:
-        """Bytes (sent, received) by every rank where whole matrices travel both ways."""
+        """Bytes (sent, received) by every rank of matrices that travel whole, both ways."""
         sent, received = [0] * self.group.size, [0] * self.group.size
+        in_parts = {matrix.index for matrix in self.shared}
         for index, owner in enumerate(self.owners):
+            if index in in_parts:
+                continue
             for segment in self.gathers[index]:
                 if segment.rank != owner:
                     sent[segment.rank] += segment.numel * self.itemsize
@@ -95,23 +116,55 @@ class Plan:
         return sent, received
 
     @cached_property
+    def traffic_of_shared(self) -> tuple[SharedTraffic, ...]:
+        """What travels between holders and the ranks of each shared matrix."""
+        return tuple(
+            shared_traffic(m, self.gathers[m.index], self.scatters[m.index]) for m in self.shared
+        )
+
+    @property
+    def itemsizes(self) -> Itemsizes:
+        """Bytes of an element of everything that travels."""
+        squares, scalars = self.shared_itemsizes
+        return Itemsizes(exchange=self.itemsize, squares=squares, scalars=scalars)
+
+    @cached_property
     def loads(self) -> tuple[RankLoad, ...]:
         """Predicted work, traffic and memory of every rank."""
         size = self.group.size
-        flops, owned = [0] * size, [0] * size
+        flops, costs, owned = [0] * size, [0] * size, [0] * size
+        in_parts = {matrix.index for matrix in self.shared}
         for index, owner in enumerate(self.owners):
-            flops[owner] += self.costs[index]
             owned[owner] += 1
+            if index not in in_parts:
+                flops[owner] += (self.flops or self.costs)[index]
+                costs[owner] += self.costs[index]
+        for matrix in self.shared:
+            for number, rank in enumerate(matrix.ranks):
+                flops[rank] += matrix.flops[number]
+                costs[rank] += matrix.costs[number]
         sent, received = self.whole_matrix_traffic()
-        footprints = _footprints(
+        more_sent, more_received = crossing_bytes(
+            self.shared, self.traffic_of_shared, self.itemsizes, size
+        )
+        footprints = wave_footprints(
             self.waves, self.matrices, self.owners, self.gathers, self.scatters, size
+        )
+        peaks = shared_peaks(
+            self.shared,
+            self.traffic_of_shared,
+            self.shared_waves,
+            self.itemsizes,
+            size,
+            self.shared_slots,
         )
         return tuple(
             RankLoad(
                 flops=flops[rank],
-                sent_bytes=sent[rank],
-                received_bytes=received[rank],
-                peak_buffer_bytes=_peak(footprints, rank) * self.itemsize,
+                cost=costs[rank],
+                sent_bytes=sent[rank] + more_sent[rank],
+                received_bytes=received[rank] + more_received[rank],
+                peak_buffer_bytes=wave_peak(footprints, rank) * self.itemsize + peaks[rank],
                 matrices=owned[rank],
             )
             for rank in range(size)
@@ -119,15 +172,15 @@ class Plan:
 
     @property
     def balance(self) -> tuple[float, float]:
-        """(max/mean estimated time reached, the best possible: max(mean, largest matrix)/mean)."""
-        total = sum(self.costs)
-        if not total:
+        """(max/mean estimated time reached, the best possible: max(mean, largest unit)/mean)."""
+        costs = [load.cost for load in self.loads]
+        if not any(costs):
             return 1.0, 1.0
-        mean = total / self.group.size
-        return max(load.flops for load in self.loads) / mean, max(mean, max(self.costs)) / mean
+        mean = sum(costs) / self.group.size
+        return max(costs) / mean, max(mean, self.largest_unit) / mean
 
 
-def _footprints(
+def wave_footprints(
     waves: Sequence[Sequence[int]],
     matrices: Sequence[LogicalMatrix],
     owners: Sequence[int],
@@ -160,140 +213,6 @@ def _footprints(
     return result
 
 
-def _peak(footprints: Sequence[Mapping[int, Footprint]], rank: int) -> int:
+def wave_peak(footprints: Sequence[Mapping[int, Footprint]], rank: int) -> int:
+    """Elements that a rank holds for waves in which it has these footprints."""
     return peak_elements([wave.get(rank, EMPTY) for wave in footprints])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arrangement:
-    """Parameters, matrices and owners in the order of the plan, before waves are cut.
-
-    Attributes:
-        parameters: Sorted by name.
-        matrices: Sorted by name.
-        gathers: For each matrix the runs that go to its owner.
-        scatters: For each matrix the runs that receive its update.
-        costs: Estimated time of each matrix.
-        owners: Rank that computes each matrix.
-    """
-
-    parameters: tuple[ShardedParameter, ...]
-    matrices: tuple[LogicalMatrix, ...]
-    gathers: tuple[tuple[Segment, ...], ...]
-    scatters: tuple[tuple[Segment, ...], ...]
-    costs: tuple[int, ...]
-    owners: tuple[int, ...]
-
-
-def arrange(
-    *,
-    group: ExchangeGroup,
-    parameters: Sequence[ShardedParameter],
-    matrices: Sequence[LogicalMatrix],
-    cost: CostFunction,
-) -> Arrangement:
-    """Sort everything and choose owners; the result does not depend on the order given."""
-    parameters = tuple(sorted(parameters, key=lambda p: natural_key(p.name)))
-    matrices = tuple(sorted(matrices, key=lambda m: natural_key(m.name)))
-    by_name = {parameter.name: parameter for parameter in parameters}
-    gathers = tuple(segments(m, by_name[m.parameter], group) for m in matrices)
-    scatters = tuple(copies(g, m, group) for g, m in zip(gathers, matrices, strict=True))
-    costs = tuple(cost(*m.shape) for m in matrices)
-    held: list[dict[int, int]] = []
-    for runs in scatters:
-        elements: dict[int, int] = defaultdict(int)
-        for segment in runs:
-            elements[segment.rank] += segment.numel
-        held.append(elements)
-    owners = assign_owners(
-        names=[m.name for m in matrices], costs=costs, held=held, ranks=group.size
-    )
-    return Arrangement(
-        parameters=parameters,
-        matrices=matrices,
-        gathers=gathers,
-        scatters=scatters,
-        costs=costs,
-        owners=owners,
-    )
-
-
-def make_plan(
-    *,
-    group: ExchangeGroup,
-    parameters: Sequence[ShardedParameter],
-    matrices: Sequence[LogicalMatrix],
-    cost: CostFunction,
-    itemsize: int,
-    buffer_bytes: int,
-) -> Plan:
-    """Choose owners and waves.
-
-    Args:
-        group: Sizes of the exchange group.
-        parameters: All parameters with matrices, any order.
-        matrices: Their logical matrices, any order; the plan does not depend on it.
-        cost: Estimated time of one (m, n) matrix.
-        itemsize: Bytes of one element on the wire.
-        buffer_bytes: Bound on a rank's exchange buffers and assembled matrices.
-
-    Raises:
-        ValueError: Even one matrix per owner and wave needs more than ``buffer_bytes``; the
-            sentence names the flag, the largest matrix and the value to type.
-    """
-    found = arrange(group=group, parameters=parameters, matrices=matrices, cost=cost)
-
-    def peak_bytes(waves: Sequence[Sequence[int]]) -> int:
-        footprints = _footprints(
-            waves, found.matrices, found.owners, found.gathers, found.scatters, group.size
-        )
-        return itemsize * max(_peak(footprints, rank) for rank in range(group.size))
-
-    return Plan(
-        group=group,
-        parameters=found.parameters,
-        matrices=found.matrices,
-        owners=found.owners,
-        waves=fitting_waves(found, peak_bytes, buffer_bytes),
-        gathers=found.gathers,
-        scatters=found.scatters,
-        costs=found.costs,
-        itemsize=itemsize,
-    )
-
-
-def fitting_waves(
-    found: Arrangement,
-    peak_bytes: Callable[[Sequence[Sequence[int]]], int],
-    buffer_bytes: int,
-) -> tuple[tuple[int, ...], ...]:
-    """The fewest waves (but enough to overlap) whose peak fits the bound on every rank.
-
-    Args:
-        found: Matrices and owners.
-        peak_bytes: Bytes alive at once on the rank with the most, for given waves.
-        buffer_bytes: The bound.
-
-    Raises:
-        ValueError: As ``make_plan``.
-    """
-    numels = [m.numel for m in found.matrices]
-    if not numels:
-        return ()
-    cap = initial_cap(owners=found.owners, numels=numels)
-    smallest = float("inf")
-    while True:
-        waves = cut_by_owner(owners=found.owners, numels=numels, cap=cap)
-        peak = peak_bytes(waves)
-        if peak <= buffer_bytes:
-            return waves
-        smallest = min(smallest, peak)
-        if cap <= min(numels):
-            largest = max(found.matrices, key=lambda m: m.numel)
-            raise ValueError(
-                f"--matrix-exchange-buffer-mb {buffer_bytes / 2**20:g} is too small: the largest "
-                f"matrix is {largest.name} ({largest.shape[0]}x{largest.shape[1]}), and the "
-                f"exchange needs {smallest / 2**20:.3g} MiB at least; type "
-                f"--matrix-exchange-buffer-mb {math.ceil(smallest / 2**20)}"
-            )
-        cap = cap * 3 // 4

@@ -19,12 +19,17 @@ class Piece:
         start: First element, counted from the start of this rank's range.
         numel: Number of elements.
         offset: First element in the buffer.
+        rows: Number of runs of equal length that it is made of, one ``stride`` after another;
+            contiguous in the buffer.
+        stride: Elements from the start of one of these runs to that of the next, if several.
     """
 
     parameter: int
     start: int
     numel: int
     offset: int
+    rows: int = 1
+    stride: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,12 @@ The cutting here is written from Megatron's storage conventions and shares nothi
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_muon.exchange import Exchange, GroupTransport, check_agreement
 from megatron_muon.linalg import coefficient_schedule
@@ -238,18 +240,25 @@ class Setting:
     split: SplitMode = "parts"
     lr: float = 0.02
     weight_decay: float = 0.1
+    most_ranks: int = 1
+    compute_dtype: torch.dtype | None = None
+    ranks_per_node: int | None = None
 
 
 def plan_of(setting: Setting, entries: list[Whole]) -> Plan:
     """The plan of a setting."""
     parameters = sharded_parameters(entries, tp=setting.tp, dp=setting.dp, bucket=setting.bucket)
+    rule, device = rule_of(setting), torch.device("cpu")
+    shares = setting.most_ranks > 1
     return make_plan(
         group=ExchangeGroup(tp=setting.tp, dp=setting.dp),
         parameters=parameters,
         matrices=[m for p in parameters for m in logical_matrices(p, split=setting.split)],
-        cost=lambda m, n: 5 * min(m, n) * m * n,
+        cost=lambda m, n: rule.cost(m, n, device) if shares else 5 * min(m, n) * m * n,
         itemsize=setting.dtype.itemsize,
         buffer_bytes=int(setting.buffer_mb * 2**20),
+        ranks_per_node=setting.ranks_per_node,
+        sharing=rule.sharing(setting.most_ranks, device, min_flops=0) if shares else None,
     )
 
 
@@ -261,15 +270,18 @@ def rule_of(setting: Setting) -> MuonRule:
         schedule=coefficient_schedule("quintic", 5),
         scale_mode=setting.scale_mode,
         extra_scale_factor=0.5,
-        compute_dtype=setting.dtype,
+        compute_dtype=setting.compute_dtype or setting.dtype,
+        exchange_dtype=setting.dtype,
     )
 
 
-def run_rank(rank: int, setting: Setting, entries: list[Whole]) -> dict[str, Any]:
-    """Train on one rank; returns its final ranges, counters of the last step, and the plan's."""
+def run_rank(
+    rank: int, setting: Setting, entries: list[Whole], *, count_flops: bool = False
+) -> dict[str, Any]:
+    """Train on one rank; returns its final ranges, and counters of every step."""
     import torch.distributed as dist
 
-    plan = plan_of(setting, entries)
+    plan, rule = plan_of(setting, entries), rule_of(setting)
     by_name = {entry.name: entry for entry in entries}
     tp_rank, dp_rank = rank % setting.tp, rank // setting.tp
     check_agreement(
@@ -284,8 +296,9 @@ def run_rank(rank: int, setting: Setting, entries: list[Whole]) -> dict[str, Any
         transport=GroupTransport(dist.group.WORLD),
         dtype=setting.dtype,
         device=torch.device("cpu"),
+        squares_dtype=rule.compute_dtype,
+        scalars_dtype=rule.scalars_dtype,
     )
-    rule = rule_of(setting)
 
     def mine(name: str, whole: torch.Tensor, owned: tuple[int, int]) -> torch.Tensor:
         return shard(by_name[name], whole, setting.tp, tp_rank)[owned[0] : owned[1]].clone()
@@ -306,13 +319,16 @@ def run_rank(rank: int, setting: Setting, entries: list[Whole]) -> dict[str, Any
                 weight_decay=setting.weight_decay,
             )
         )
-    counters = []
+    counters, flops = [], []
     for step in range(setting.steps):
         for parameter, owned_range in zip(plan.parameters, state, strict=True):
             if owned_range is not None:
                 whole = gradient(by_name[parameter.name], step, setting.dtype)
                 owned_range.grad = mine(parameter.name, whole, parameter.ranges[dp_rank])
-        muon_step(rule, state, exchange)
+        counter = FlopCounterMode(display=False)
+        with counter if count_flops else nullcontext():
+            muon_step(rule, state, exchange)
+        flops.append(counter.get_total_flops())
         counters.append(exchange.counters)
     return {
         "masters": {
@@ -322,6 +338,7 @@ def run_rank(rank: int, setting: Setting, entries: list[Whole]) -> dict[str, Any
             p.name: r.momentum for p, r in zip(plan.parameters, state, strict=True) if r is not None
         },
         "counters": counters,
+        "flops": flops,
     }
 
 

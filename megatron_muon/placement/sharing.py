@@ -1,0 +1,175 @@
+"""Which matrices several ranks share, and how many: chosen by modelled time, one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_muon.placement.balance import Work, assign_ranks
+
+MIN_SHARED_FLOPS = 1 << 37
+"""Operations of a matrix below which sharing it gains nothing.
+
+1.4e11, a third of a millisecond of a GPU: about what its twenty messages take, in latency, and at
+400 TFLOP/s and 200 GB/s also in bytes (a square matrix of 1,700: 26 m² bytes saved for 30 m³
+operations).
+"""
+
+NEAR_ENOUGH = (105, 100)
+"""Largest load over what is possible at which no more matrices are shared: messages cost too."""
+
+# Sizes of a part, in halves of the possible largest load, that are tried one after another.
+_FRACTIONS = (2, 3, 4, 6, 8, 12, 16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """What planning has to know of shared matrices.
+
+    Attributes:
+        most_ranks: Most ranks that share one matrix; 1 shares none.
+        flops: (m, n, ranks, number) to the operations of one of them; number 0 has the most.
+        requests: (m, n) to the messages among them, in order: ``scalars``, ``partials``, ``rows``.
+        itemsize: Bytes of an element of ``partials`` and ``rows``.
+        scalar_itemsize: Bytes of an element of ``scalars``.
+        min_flops: Matrices with fewer operations are not shared.
+    """
+
+    most_ranks: int
+    flops: Callable[[int, int, int, int], int]
+    requests: Callable[[int, int], tuple[str, ...]]
+    itemsize: int
+    scalar_itemsize: int
+    min_flops: int = MIN_SHARED_FLOPS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One matrix, before it is decided who computes it.
+
+    Attributes:
+        name: Name.
+        shape: (m, n).
+        flops: Operations of the whole matrix.
+        cost: Estimated time of the whole matrix.
+        held: Elements held by each rank that holds some.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    flops: int
+    cost: int
+    held: Mapping[int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Who computes what.
+
+    Attributes:
+        ranks: For each matrix the ranks that compute it, ascending; one where it is not shared.
+        largest_unit: Cost of the largest part if every matrix were cut as far as it may be: no
+            placement is faster than that.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    largest_unit: int
+
+
+def part_cost(candidate: Candidate, sharing: Sharing, ranks: int, number: int = 0) -> int:
+    """Estimated time of one part: of the whole, as its operations are of the whole's."""
+    if ranks == 1:
+        return candidate.cost
+    operations = sharing.flops(*candidate.shape, ranks, number)
+    return -(-candidate.cost * operations // max(1, candidate.flops))
+
+
+def choose_ranks(
+    candidates: Sequence[Candidate],
+    *,
+    ranks: int,
+    ranks_per_node: int,
+    sharing: Sharing | None,
+    buffer_bytes: int,
+) -> Choice:
+    """Owners, and ranks that share a matrix where whole matrices would take longer.
+
+    Args:
+        candidates: The matrices.
+        ranks: Number of ranks.
+        ranks_per_node: As for ``assign_ranks``.
+        sharing: How matrices can be shared; None shares none.
+        buffer_bytes: Bound on a rank's buffers: a matrix whose messages among its ranks cannot fit
+            is not shared.
+    """
+    limits = [_most_parts(c, sharing, ranks, buffer_bytes) for c in candidates]
+    costs = _PartCosts(candidates, sharing)
+    unit = max((costs(i, limit) for i, limit in enumerate(limits)), default=0)
+    possible = max(-(-sum(c.cost for c in candidates) // ranks), unit)
+    best: tuple[tuple[int, ...], ...] = ()
+    lowest: int | None = None
+    tried: set[tuple[int, ...]] = set()
+    for fraction in (None, *_FRACTIONS):
+        parts = tuple(
+            1 if fraction is None else _parts(costs, i, limit, possible * 2 // fraction)
+            for i, limit in enumerate(limits)
+        )
+        if parts in tried:
+            continue
+        tried.add(parts)
+        works = [
+            Work(name=c.name, cost=costs(i, count), parts=count, held=c.held)
+            for i, (c, count) in enumerate(zip(candidates, parts, strict=True))
+        ]
+        found = assign_ranks(works, ranks=ranks, ranks_per_node=ranks_per_node)
+        reached = _largest_load(works, found, ranks)
+        if lowest is None or reached < lowest:
+            best, lowest = found, reached
+        if lowest * NEAR_ENOUGH[1] <= possible * NEAR_ENOUGH[0] or max(limits, default=1) == 1:
+            break
+    return Choice(ranks=best, largest_unit=unit)
+
+
+class _PartCosts:
+    """Costs of parts, by matrix and number of parts; equal shapes are asked for once."""
+
+    def __init__(self, candidates: Sequence[Candidate], sharing: Sharing | None) -> None:
+        self._candidates = candidates
+        self._sharing = sharing
+        self._known: dict[tuple[tuple[int, int], int, int], int] = {}
+
+    def __call__(self, index: int, count: int) -> int:
+        candidate = self._candidates[index]
+        if count == 1 or self._sharing is None:
+            return candidate.cost
+        key = (candidate.shape, candidate.cost, count)
+        if key not in self._known:
+            self._known[key] = part_cost(candidate, self._sharing, count)
+        return self._known[key]
+
+
+def _most_parts(
+    candidate: Candidate, sharing: Sharing | None, ranks: int, buffer_bytes: int
+) -> int:
+    """How many ranks may share a matrix; 1 where its parts would not be cheaper."""
+    if sharing is None or candidate.flops < sharing.min_flops:
+        return 1
+    short, long = sorted(candidate.shape)
+    count = min(sharing.most_ranks, ranks, long)
+    fits = 2 * short * short * sharing.itemsize <= buffer_bytes
+    if count < 2 or not fits or part_cost(candidate, sharing, count) >= candidate.cost:
+        return 1
+    return count
+
+
+def _parts(costs: _PartCosts, index: int, limit: int, size: int) -> int:
+    """The fewest parts that are no larger than ``size``, or the most that there may be."""
+    return next((count for count in range(1, limit) if costs(index, count) <= size), limit)
+
+
+def _largest_load(works: Sequence[Work], placed: Sequence[Sequence[int]], ranks: int) -> int:
+    loads = [0] * ranks
+    for work, chosen in zip(works, placed, strict=True):
+        for rank in chosen:
+            loads[rank] += work.cost
+    return max(loads)

@@ -1,0 +1,210 @@
+"""Matrices that several ranks compute together, against one float64 process; rule and exchange."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.prescribed import (
+    GROUPS,
+    HEAD_DIM,
+    HEADS,
+    Setting,
+    Whole,
+    gate_up,
+    model,
+    plan_of,
+    run_rank,
+    units,
+)
+from tests.distributed.test_rule_alone import TOLERANCE, errors
+
+Ranks = Callable[..., list[Any]]
+
+# One to three matrices, so that the largest is above the mean load of a rank.
+STAGES: dict[str, list[Whole]] = {
+    "wide, rows": [Whole(name="l.0.a.weight", shape=(24, 61), tp_dim=0)],
+    "wide, columns": [Whole(name="l.0.b.weight", shape=(13, 36), tp_dim=1)],
+    "tall, rows": [Whole(name="l.0.c.weight", shape=(60, 11), tp_dim=0)],
+    "tall, columns": [Whole(name="l.0.d.weight", shape=(53, 24), tp_dim=1)],
+    "square": [Whole(name="l.0.e.weight", shape=(24, 24), tp_dim=0)],
+    "more ranks than rows": [Whole(name="l.0.f.weight", shape=(2, 36), tp_dim=1)],
+    "replicated": [
+        Whole(name="l.0.g.weight", shape=(9, 25), tp_dim=None),
+        Whole(name="l.0.h.weight", shape=(25, 9), tp_dim=None),
+    ],
+    "packed": [
+        Whole(
+            name="l.0.qkv.weight",
+            shape=((HEADS + 2 * GROUPS) * HEAD_DIM, 24),
+            tp_dim=0,
+            packing=units(q=HEADS // GROUPS * HEAD_DIM, k=HEAD_DIM, v=HEAD_DIM),
+        ),
+        Whole(name="l.0.fc1.weight", shape=(144, 20), tp_dim=0, packing=gate_up(72)),
+    ],
+    "large and small": [
+        Whole(name="l.0.large.weight", shape=(48, 96), tp_dim=1),
+        Whole(name="l.0.small.weight", shape=(12, 24), tp_dim=0),
+        Whole(name="l.1.small.weight", shape=(24, 12), tp_dim=1),
+        Whole(name="l.2.large.weight", shape=(96, 48), tp_dim=0),
+    ],
+}
+LAYOUTS = [(1, 2), (1, 4), (4, 1), (2, 2), (1, 3), (2, 3)]
+QUICK = [(2, 2), (1, 3)]
+
+
+def setting_of(tp: int, dp: int, **changes: Any) -> Setting:
+    values: dict[str, Any] = {"dtype": torch.float64, "steps": 3, "bucket": 500, "most_ranks": 8}
+    return Setting(tp=tp, dp=dp, **(values | changes))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("tp", "dp"),
+    [
+        pytest.param(
+            tp, dp, id=f"TP{tp}xDP{dp}", marks=[] if (tp, dp) in QUICK else [pytest.mark.slow]
+        )
+        for tp, dp in LAYOUTS
+    ],
+)
+def test_equals_one_process(ranks: Ranks, tp: int, dp: int, stage: str) -> None:
+    # On two ranks two equal matrices are one for each.
+    setting, entries = setting_of(tp, dp), STAGES[stage][: 1 if tp * dp == 2 else None]
+    assert plan_of(setting, entries).shared, "nothing is shared"
+    assert errors(ranks, setting, entries) < TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 4), (2, 2), (2, 3)])
+def test_in_fp32(ranks: Ranks, tp: int, dp: int) -> None:
+    setting = setting_of(tp, dp, dtype=torch.float32)
+    entries = [e for stage in ("tall, columns", "large and small") for e in STAGES[stage]]
+    assert plan_of(setting, entries).shared
+    assert errors(ranks, setting, entries) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("exchange", "compute", "bound"),
+    [
+        (torch.bfloat16, torch.bfloat16, 0.1),
+        (torch.bfloat16, torch.float32, 0.02),
+        (torch.float32, torch.float16, 0.02),
+        (torch.float32, torch.float64, 1e-5),
+    ],
+    ids=str,
+)
+def test_other_dtypes(
+    ranks: Ranks, exchange: torch.dtype, compute: torch.dtype, bound: float
+) -> None:
+    """What travels and what is computed have dtypes of their own; so have norms."""
+    setting = setting_of(2, 2, dtype=exchange, compute_dtype=compute, steps=1)
+    entries = STAGES["large and small"]
+    assert plan_of(setting, entries).shared
+    # The weights of this test are of the exchange's dtype: in bf16 the error is theirs.
+    assert errors(ranks, setting, entries) < (bound if exchange == torch.float32 else 0.3)
+
+
+@pytest.mark.parametrize("bucket", [1, 10**6], ids=["one-each", "single"])
+@pytest.mark.parametrize(("tp", "dp"), [(1, 4), (2, 3)])
+def test_any_bucket_size(ranks: Ranks, tp: int, dp: int, bucket: int) -> None:
+    """Some ranks hold nothing of a matrix that they compute a part of, or nothing at all."""
+    entries = [Whole(name="l.0.tiny.weight", shape=(4, 6), tp_dim=None), *STAGES["tall, columns"]]
+    setting = setting_of(tp, dp, bucket=bucket)
+    assert errors(ranks, setting, entries) < TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_whole_model_in_several_waves(ranks: Ranks, nesterov: bool) -> None:
+    """Shared matrices go between waves of others."""
+    entries = [*model(2), Whole(name="layers.2.large.weight", shape=(96, 120), tp_dim=1)]
+    setting = setting_of(2, 2, buffer_mb=0.5, nesterov=nesterov, steps=4)
+    plan = plan_of(setting, entries)
+    assert plan.shared and plan.waves
+    assert errors(ranks, setting, entries) < TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 4), (2, 2), (2, 3)])
+def test_counts_equal_the_prediction(ranks: Ranks, tp: int, dp: int) -> None:
+    """Bytes, buffers and operations are counted where they happen; the plan predicts them."""
+    entries = STAGES["large and small"] + STAGES["replicated"]
+    setting = setting_of(tp, dp, dtype=torch.float32, steps=2)
+    plan = plan_of(setting, entries)
+    assert plan.shared and plan.waves
+    results = ranks(tp * dp, run_rank, setting, entries, count_flops=True)
+    for load, result in zip(plan.loads, results, strict=True):
+        assert set(result["flops"]) == {load.flops}
+        for counters in result["counters"]:
+            assert counters.sent_bytes == load.sent_bytes
+            assert counters.received_bytes == load.received_bytes
+            assert counters.peak_buffer_bytes == load.peak_buffer_bytes
+            assert counters.matrices == load.matrices
+    assert sum(result["counters"][-1].matrices for result in results) == len(plan.matrices)
+    assert len({result["counters"][-1].messages for result in results}) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_runs_and_copies_have_the_same_bits(ranks: Ranks, dtype: torch.dtype) -> None:
+    setting = setting_of(2, 2, dtype=dtype)
+    entries = STAGES["replicated"] + STAGES["large and small"]
+    first, second = (ranks(4, run_rank, setting, entries) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        for what in ("masters", "momenta"):
+            for name, tensor in one[what].items():
+                assert torch.equal(tensor, other[what][name])
+    for name in ("l.0.g.weight", "l.0.h.weight"):
+        for dp_rank in range(2):
+            copies = [first[2 * dp_rank + tp_rank]["masters"].get(name) for tp_rank in range(2)]
+            assert copies[0] is None or torch.equal(copies[0], copies[1])
+
+
+class TestAWrongVariantFails:
+    """The equality tests can fail."""
+
+    setting = setting_of(1, 4)
+    entries = STAGES["wide, rows"]
+
+    def broken(self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, name: str, wrong: Any) -> float:
+        from megatron_muon.exchange import shared_runner
+
+        assert errors(ranks, self.setting, self.entries) < 1e-10
+        monkeypatch.setattr(shared_runner, name, wrong(getattr(shared_runner, name)))
+        return errors(ranks, self.setting, self.entries)
+
+    def test_one_partial_sum_forgotten(self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+        def wrong(original: Any) -> Any:
+            def answer(received: Any, request: Any, *rest: Any) -> Any:
+                found = original(received, request, *rest)
+                return found[:-1] if request.kind == "partials" else found
+
+            return answer
+
+        assert self.broken(ranks, monkeypatch, "_answer", wrong) > 1e-3
+
+    def test_block_rows_in_another_order(
+        self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def wrong(original: Any) -> Any:
+            def answer(received: Any, request: Any, program: Any, part: Any) -> Any:
+                turned = dataclasses.replace(program, received=program.received[::-1])
+                return original(received, request, turned, part)
+
+            return answer
+
+        with pytest.raises(Exception, match=r"shape|failed"):
+            assert self.broken(ranks, monkeypatch, "_answer", wrong) < 1e-3
+            raise AssertionError("a wrong order of rows was not noticed")
+
+    def test_panels_in_another_order(self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Every rank returns the panel of its right neighbour."""
+
+        def wrong(original: Any) -> Any:
+            def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+                original(targets, [source.flip(-1) for source in sources])
+
+            return copy
+
+        assert self.broken(ranks, monkeypatch, "_copy", wrong) > 1e-3
