@@ -6,11 +6,20 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_muon.linalg import cheapest_segments, coefficient_schedule, newton_schulz_flops
-from megatron_muon.placement.balance import assign_owners
+from megatron_muon.linalg import (
+    cheapest_segments,
+    coefficient_schedule,
+    newton_schulz_flops,
+    panel_flops,
+    panel_requests,
+)
+from megatron_muon.placement import Sharing, even_cuts
+from megatron_muon.placement.sharing import Candidate, choose_ranks, part_cost
 
 CUDA = torch.device("cuda")
 TP = 8
+RANKS_PER_NODE = 8
+MOST_RANKS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,15 +95,21 @@ class BalanceRow:
         name: Model and part.
         owners: Ranks of the exchange group.
         matrices: Matrices of the stage.
+        whole: max/mean modelled time with one owner a matrix.
         reached: max/mean modelled time.
-        bound: The best possible with whole matrices, max(mean, largest)/mean.
+        bound: The best possible: max(mean, largest part of a matrix cut as far as it may be)/mean.
+        shared: Matrices that several ranks share.
+        faster: Modelled time of the busiest rank with one owner a matrix, over that reached.
     """
 
     name: str
     owners: int
     matrices: int
+    whole: float
     reached: float
     bound: float
+    shared: int
+    faster: float
 
 
 def balance_table(data_parallel: tuple[int, ...] = (8, 32, 128)) -> list[BalanceRow]:
@@ -111,27 +126,85 @@ def balance_table(data_parallel: tuple[int, ...] = (8, 32, 128)) -> list[Balance
     return rows
 
 
-def _row(
-    name: str, layers: int, weights: tuple[tuple[int, int, int], ...], owners: int
-) -> BalanceRow:
+def modelled_sharing(most_ranks: int = MOST_RANKS) -> Sharing:
+    """How matrices are shared, in bf16 on a GPU, five quintic steps."""
     schedule = coefficient_schedule("quintic", 5)
-    costs, names = [], []
+
+    def flops(m: int, n: int, ranks: int, number: int) -> int:
+        short, long = sorted((m, n))
+        start, end = even_cuts(short, ranks)[number]
+        first, last = even_cuts(long, ranks)[number]
+        segments = cheapest_segments(m, n, schedule, torch.bfloat16, CUDA)
+        return panel_flops(short, last - first, end - start, segments, CUDA)
+
+    return Sharing(
+        most_ranks=most_ranks,
+        flops=flops,
+        requests=lambda m, n: panel_requests(
+            cheapest_segments(m, n, schedule, torch.bfloat16, CUDA)
+        ),
+        itemsize=2,
+        scalar_itemsize=4,
+        flops_per_byte=FLOPS_PER_BYTE["cuda"],
+    )
+
+
+def _candidates(layers: int, weights: tuple[tuple[int, int, int], ...]) -> list[Candidate]:
+    schedule = coefficient_schedule("quintic", 5)
+    found = []
     for layer in range(layers):
         for kind, (count, m, n) in enumerate(weights):
             segments = cheapest_segments(m, n, schedule, torch.bfloat16, CUDA)
-            cost = newton_schulz_flops(m, n, segments, CUDA)
-            for index in range(count):
-                names.append(f"{layer:03}.{kind:02}.{index:03}")
-                costs.append(cost)
-    chosen = assign_owners(names=names, costs=costs, held=[{}] * len(costs), ranks=owners)
-    loads = [0] * owners
-    for cost, owner in zip(costs, chosen, strict=True):
-        loads[owner] += cost
-    mean = sum(costs) / owners
+            flops = newton_schulz_flops(m, n, segments, CUDA)
+            found += [
+                Candidate(
+                    name=f"{layer:03}.{kind:02}.{index:03}",
+                    shape=(m, n),
+                    flops=flops,
+                    cost=flops,
+                    held={},
+                )
+                for index in range(count)
+            ]
+    return found
+
+
+def _row(
+    name: str, layers: int, weights: tuple[tuple[int, int, int], ...], owners: int
+) -> BalanceRow:
+    candidates = _candidates(layers, weights)
+    without, _, _ = _loads(candidates, owners, None)
+    loads, unit, shared = _loads(candidates, owners, modelled_sharing())
+    mean = sum(loads) / owners
     return BalanceRow(
         name=name,
         owners=owners,
-        matrices=len(costs),
+        matrices=len(candidates),
+        whole=max(without) / (sum(without) / owners),
         reached=max(loads) / mean,
-        bound=max(mean, max(costs)) / mean,
+        bound=max(mean, unit) / mean,
+        shared=shared,
+        faster=max(without) / max(loads),
     )
+
+
+def _loads(
+    candidates: list[Candidate], owners: int, sharing: Sharing | None
+) -> tuple[list[int], int, int]:
+    """Loads of all ranks, cost of the largest unit, number of shared matrices."""
+    chosen = choose_ranks(
+        candidates,
+        ranks=owners,
+        ranks_per_node=min(owners, RANKS_PER_NODE),
+        sharing=sharing,
+        buffer_bytes=1 << 40,
+    )
+    loads = [0] * owners
+    for candidate, ranks in zip(candidates, chosen.ranks, strict=True):
+        for number, rank in enumerate(ranks):
+            loads[rank] += (
+                candidate.cost
+                if sharing is None
+                else part_cost(candidate, sharing, len(ranks), number)
+            )
+    return loads, chosen.largest_unit, sum(len(ranks) > 1 for ranks in chosen.ranks)

@@ -40,6 +40,12 @@ from megatron_muon.placement.shared_program import SharedPart
 MOST_ELEMENTS = 1 << 27
 """Of matrices that are orthogonalized in one go; the iteration needs two to four times as much."""
 
+FLOPS_PER_BYTE = {"cuda": 2000, "cpu": 20}
+"""Operations that take as long as a byte between ranks that share a matrix, by device type.
+
+400 TFLOP/s over 200 GB/s between the GPUs of a node; 20 GFLOP/s over 1 GB/s of gloo on one machine.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MuonRule:
@@ -80,13 +86,21 @@ class MuonRule:
         wide = torch.promote_types(self.exchange_dtype, torch.float32)
         return torch.promote_types(wide, self.compute_dtype)
 
-    def sharing(self, most_ranks: int, device: torch.device, *, min_flops: int) -> Sharing:
+    def sharing(
+        self,
+        most_ranks: int,
+        device: torch.device,
+        *,
+        min_flops: int,
+        flops_per_byte: int | None = None,
+    ) -> Sharing:
         """How several ranks share a matrix.
 
         Args:
             most_ranks: Most ranks that share one.
             device: Where they compute.
             min_flops: Operations of a matrix below which it is not shared.
+            flops_per_byte: ``FLOPS_PER_BYTE`` of the device by default.
         """
 
         def flops(m: int, n: int, ranks: int, number: int) -> int:
@@ -103,6 +117,7 @@ class MuonRule:
             itemsize=self.compute_dtype.itemsize,
             scalar_itemsize=self.scalars_dtype.itemsize,
             min_flops=min_flops,
+            flops_per_byte=FLOPS_PER_BYTE[device.type] if flops_per_byte is None else flops_per_byte,
         )
 
     def update_panel(

@@ -147,19 +147,33 @@ def crossing_bytes(
 def _request_bytes(
     matrix: SharedMatrix, number: int, itemsizes: Itemsizes
 ) -> tuple[list[int], list[int]]:
-    """Bytes (sent, received) by one rank for each request."""
-    count = len(matrix.ranks)
-    rows = [end - start for start, end in matrix.rows]
-    short = min(matrix.shape)
-    mine, theirs = rows[number] * short * (count - 1), (short - rows[number]) * short
+    return request_bytes(
+        matrix.requests, min(matrix.shape), len(matrix.ranks), number, itemsizes
+    )
+
+
+def request_bytes(
+    requests: Sequence[str], short: int, ranks: int, number: int, itemsizes: Itemsizes
+) -> tuple[list[int], list[int]]:
+    """Bytes (sent, received) by one of the ranks of a matrix for each request.
+
+    Args:
+        requests: Kinds of the requests.
+        short: Smaller side of the matrix.
+        ranks: Number of ranks that share it.
+        number: Which of them.
+        itemsizes: Bytes of an element.
+    """
+    start, end = even_cuts(short, ranks)[number]
+    mine, theirs = (end - start) * short * (ranks - 1), (short - end + start) * short
     by_kind = {
-        "scalars": (2 * (count - 1), 2 * (count - 1)),
+        "scalars": (2 * (ranks - 1), 2 * (ranks - 1)),
         "partials": (theirs, mine),
         "rows": (mine, theirs),
     }
     both = [
         (by_kind[kind][0] * itemsizes.of(kind), by_kind[kind][1] * itemsizes.of(kind))
-        for kind in matrix.requests
+        for kind in requests
     ]
     return [out for out, _ in both], [back for _, back in both]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_muon.placement.balance import Work, assign_ranks
+from megatron_muon.placement.shared import Itemsizes, request_bytes
 
 MIN_SHARED_FLOPS = 1 << 37
 """Operations of a matrix below which sharing it gains nothing.
@@ -18,7 +20,7 @@ operations).
 NEAR_ENOUGH = (105, 100)
 """Largest load over what is possible at which no more matrices are shared: messages cost too."""
 
-# Sizes of a part, in halves of the possible largest load, that are tried one after another.
+# Parts that a possible largest load is made of, in halves, tried one after another.
 _FRACTIONS = (2, 3, 4, 6, 8, 12, 16)
 
 
@@ -29,10 +31,12 @@ class Sharing:
     Attributes:
         most_ranks: Most ranks that share one matrix; 1 shares none.
         flops: (m, n, ranks, number) to the operations of one of them; number 0 has the most.
-        requests: (m, n) to the messages among them, in order: ``scalars``, ``partials``, ``rows``.
+        requests: (m, n) to the messages among them, in order: ``scalars`` first and once, then
+            ``partials`` and ``rows``.
         itemsize: Bytes of an element of ``partials`` and ``rows``.
         scalar_itemsize: Bytes of an element of ``scalars``.
         min_flops: Matrices with fewer operations are not shared.
+        flops_per_byte: Operations that take as long as a byte between the ranks of a matrix.
     """
 
     most_ranks: int
@@ -41,6 +45,12 @@ class Sharing:
     itemsize: int
     scalar_itemsize: int
     min_flops: int = MIN_SHARED_FLOPS
+    flops_per_byte: int = 0
+
+    @property
+    def itemsizes(self) -> Itemsizes:
+        """Bytes of an element of the messages among the ranks of a matrix."""
+        return Itemsizes(exchange=0, squares=self.itemsize, scalars=self.scalar_itemsize)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +87,18 @@ class Choice:
 
 
 def part_cost(candidate: Candidate, sharing: Sharing, ranks: int, number: int = 0) -> int:
-    """Estimated time of one part: of the whole, as its operations are of the whole's."""
+    """Estimated time of one part, messages among its ranks included.
+
+    Of the whole matrix's time, as its operations are of the whole's.
+    """
     if ranks == 1:
         return candidate.cost
-    operations = sharing.flops(*candidate.shape, ranks, number)
+    m, n = candidate.shape
+    sent, received = request_bytes(
+        sharing.requests(m, n), min(m, n), ranks, number, sharing.itemsizes
+    )
+    moved = max(sum(sent), sum(received)) * sharing.flops_per_byte
+    operations = sharing.flops(m, n, ranks, number) + moved
     return -(-candidate.cost * operations // max(1, candidate.flops))
 
 
@@ -94,6 +112,9 @@ def choose_ranks(
 ) -> Choice:
     """Owners, and ranks that share a matrix where whole matrices would take longer.
 
+    Of several ways to share the fastest is taken; the search ends with one that is near enough to
+    what is possible, and begins with those that share least.
+
     Args:
         candidates: The matrices.
         ranks: Number of ranks.
@@ -102,21 +123,13 @@ def choose_ranks(
         buffer_bytes: Bound on a rank's buffers: a matrix whose messages among its ranks cannot fit
             is not shared.
     """
-    limits = [_most_parts(c, sharing, ranks, buffer_bytes) for c in candidates]
     costs = _PartCosts(candidates, sharing)
+    limits = [_most_parts(costs, i, ranks, buffer_bytes) for i in range(len(candidates))]
     unit = max((costs(i, limit) for i, limit in enumerate(limits)), default=0)
     possible = max(-(-sum(c.cost for c in candidates) // ranks), unit)
     best: tuple[tuple[int, ...], ...] = ()
     lowest: int | None = None
-    tried: set[tuple[int, ...]] = set()
-    for fraction in (None, *_FRACTIONS):
-        parts = tuple(
-            1 if fraction is None else _parts(costs, i, limit, possible * 2 // fraction)
-            for i, limit in enumerate(limits)
-        )
-        if parts in tried:
-            continue
-        tried.add(parts)
+    for parts in _ways(candidates, costs, limits, ranks, possible):
         works = [
             Work(name=c.name, cost=costs(i, count), parts=count, held=c.held)
             for i, (c, count) in enumerate(zip(candidates, parts, strict=True))
@@ -125,41 +138,87 @@ def choose_ranks(
         reached = _largest_load(works, found, ranks)
         if lowest is None or reached < lowest:
             best, lowest = found, reached
-        if lowest * NEAR_ENOUGH[1] <= possible * NEAR_ENOUGH[0] or max(limits, default=1) == 1:
+        if lowest * NEAR_ENOUGH[1] <= possible * NEAR_ENOUGH[0]:
             break
     return Choice(ranks=best, largest_unit=unit)
+
+
+def _ways(
+    candidates: Sequence[Candidate],
+    costs: _PartCosts,
+    limits: Sequence[int],
+    ranks: int,
+    possible: int,
+) -> Iterator[tuple[int, ...]]:
+    """Numbers of parts of all matrices: none; those too large or left over; all above a size."""
+    whole = (1,) * len(limits)
+    yield whole
+    seen = {whole}
+    left_over = _left_over(candidates, costs, limits, ranks, possible)
+    for fraction in _FRACTIONS:
+        every = [_parts(costs, i, limit, possible * 2 // fraction) for i, limit in enumerate(limits)]
+        few = [
+            count if i in left_over or costs(i, 1) > possible else 1
+            for i, count in enumerate(every)
+        ]
+        for parts in (tuple(few), tuple(every)):
+            if parts not in seen:
+                seen.add(parts)
+                yield parts
+
+
+def _left_over(
+    candidates: Sequence[Candidate],
+    costs: _PartCosts,
+    limits: Sequence[int],
+    ranks: int,
+    possible: int,
+) -> set[int]:
+    """Matrices that no rank has room for, the largest first, once those too large are cut."""
+    parts = [_parts(costs, i, limit, possible) for i, limit in enumerate(limits)]
+    loads = [(0, rank) for rank in range(ranks)]
+    found = set()
+    for index in sorted(
+        range(len(parts)), key=lambda i: (-costs(i, parts[i]), candidates[i].name)
+    ):
+        emptiest = [heapq.heappop(loads) for _ in range(parts[index])]
+        cost = costs(index, parts[index])
+        if parts[index] == 1 and emptiest[0][0] + cost > possible:
+            found.add(index)
+            cost = 0
+        for load, rank in emptiest:
+            heapq.heappush(loads, (load + cost, rank))
+    return found
 
 
 class _PartCosts:
     """Costs of parts, by matrix and number of parts; equal shapes are asked for once."""
 
     def __init__(self, candidates: Sequence[Candidate], sharing: Sharing | None) -> None:
-        self._candidates = candidates
-        self._sharing = sharing
+        self.candidates = candidates
+        self.sharing = sharing
         self._known: dict[tuple[tuple[int, int], int, int], int] = {}
 
     def __call__(self, index: int, count: int) -> int:
-        candidate = self._candidates[index]
-        if count == 1 or self._sharing is None:
+        candidate = self.candidates[index]
+        if count == 1 or self.sharing is None:
             return candidate.cost
         key = (candidate.shape, candidate.cost, count)
         if key not in self._known:
-            self._known[key] = part_cost(candidate, self._sharing, count)
+            self._known[key] = part_cost(candidate, self.sharing, count)
         return self._known[key]
 
 
-def _most_parts(
-    candidate: Candidate, sharing: Sharing | None, ranks: int, buffer_bytes: int
-) -> int:
-    """How many ranks may share a matrix; 1 where its parts would not be cheaper."""
+def _most_parts(costs: _PartCosts, index: int, ranks: int, buffer_bytes: int) -> int:
+    """Number of ranks at which a part of a matrix takes least; 1 where it may not be shared."""
+    candidate, sharing = costs.candidates[index], costs.sharing
     if sharing is None or candidate.flops < sharing.min_flops:
         return 1
     short, long = sorted(candidate.shape)
-    count = min(sharing.most_ranks, ranks, long)
-    fits = 2 * short * short * sharing.itemsize <= buffer_bytes
-    if count < 2 or not fits or part_cost(candidate, sharing, count) >= candidate.cost:
+    if 2 * short * short * sharing.itemsize > buffer_bytes:
         return 1
-    return count
+    most = min(sharing.most_ranks, ranks, long)
+    return min(range(1, most + 1), key=lambda count: costs(index, count))
 
 
 def _parts(costs: _PartCosts, index: int, limit: int, size: int) -> int:
