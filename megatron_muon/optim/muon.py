@@ -117,7 +117,9 @@ class MuonRule:
             itemsize=self.compute_dtype.itemsize,
             scalar_itemsize=self.scalars_dtype.itemsize,
             min_flops=min_flops,
-            flops_per_byte=FLOPS_PER_BYTE[device.type] if flops_per_byte is None else flops_per_byte,
+            flops_per_byte=FLOPS_PER_BYTE[device.type]
+            if flops_per_byte is None
+            else flops_per_byte,
         )
 
     def update_panel(

@@ -147,9 +147,7 @@ def crossing_bytes(
 def _request_bytes(
     matrix: SharedMatrix, number: int, itemsizes: Itemsizes
 ) -> tuple[list[int], list[int]]:
-    return request_bytes(
-        matrix.requests, min(matrix.shape), len(matrix.ranks), number, itemsizes
-    )
+    return request_bytes(matrix.requests, min(matrix.shape), len(matrix.ranks), number, itemsizes)
 
 
 def request_bytes(

@@ -156,7 +156,9 @@ def _ways(
     seen = {whole}
     left_over = _left_over(candidates, costs, limits, ranks, possible)
     for fraction in _FRACTIONS:
-        every = [_parts(costs, i, limit, possible * 2 // fraction) for i, limit in enumerate(limits)]
+        every = [
+            _parts(costs, i, limit, possible * 2 // fraction) for i, limit in enumerate(limits)
+        ]
         few = [
             count if i in left_over or costs(i, 1) > possible else 1
             for i, count in enumerate(every)
@@ -178,9 +180,7 @@ def _left_over(
     parts = [_parts(costs, i, limit, possible) for i, limit in enumerate(limits)]
     loads = [(0, rank) for rank in range(ranks)]
     found = set()
-    for index in sorted(
-        range(len(parts)), key=lambda i: (-costs(i, parts[i]), candidates[i].name)
-    ):
+    for index in sorted(range(len(parts)), key=lambda i: (-costs(i, parts[i]), candidates[i].name)):
         emptiest = [heapq.heappop(loads) for _ in range(parts[index])]
         cost = costs(index, parts[index])
         if parts[index] == 1 and emptiest[0][0] + cost > possible:

@@ -258,7 +258,9 @@ def plan_of(setting: Setting, entries: list[Whole]) -> Plan:
         itemsize=setting.dtype.itemsize,
         buffer_bytes=int(setting.buffer_mb * 2**20),
         ranks_per_node=setting.ranks_per_node,
-        sharing=rule.sharing(setting.most_ranks, device, min_flops=0, flops_per_byte=0) if shares else None,
+        sharing=rule.sharing(setting.most_ranks, device, min_flops=0, flops_per_byte=0)
+        if shares
+        else None,
     )
 
 
