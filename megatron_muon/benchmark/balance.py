@@ -98,7 +98,7 @@ class BalanceRow:
         matrices: Matrices of the stage.
         whole: max/mean modelled time with one owner a matrix.
         reached: max/mean modelled time.
-        bound: The best possible: max(mean, largest part of a matrix cut as far as it may be)/mean.
+        bound: What no placement can beat (``placement.bounds``), over the mean.
         shared: Matrices that several ranks share.
         faster: Modelled time of the busiest rank with one owner a matrix, over that reached.
     """
@@ -175,7 +175,7 @@ def _row(
 ) -> BalanceRow:
     candidates = _candidates(layers, weights)
     without, _, _ = _loads(candidates, owners, None)
-    loads, unit, shared = _loads(candidates, owners, modelled_sharing())
+    loads, possible, shared = _loads(candidates, owners, modelled_sharing())
     mean = sum(loads) / owners
     return BalanceRow(
         name=name,
@@ -183,7 +183,7 @@ def _row(
         matrices=len(candidates),
         whole=max(without) / (sum(without) / owners),
         reached=max(loads) / mean,
-        bound=max(mean, unit) / mean,
+        bound=max(mean, possible) / mean,
         shared=shared,
         faster=max(without) / max(loads),
     )
@@ -192,7 +192,7 @@ def _row(
 def _loads(
     candidates: list[Candidate], owners: int, sharing: Sharing | None
 ) -> tuple[list[int], int, int]:
-    """Loads of all ranks, cost of the largest unit, number of shared matrices."""
+    """Loads of all ranks, what no placement can beat, number of shared matrices."""
     chosen = choose_ranks(
         candidates,
         ranks=owners,
@@ -208,4 +208,4 @@ def _loads(
                 if sharing is None
                 else part_cost(candidate, sharing, len(ranks), number)
             )
-    return loads, chosen.largest_unit, sum(len(ranks) > 1 for ranks in chosen.ranks)
+    return loads, chosen.possible, sum(len(ranks) > 1 for ranks in chosen.ranks)

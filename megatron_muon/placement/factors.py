@@ -282,7 +282,7 @@ def make_factor_plan(
         costs=found.costs,
         itemsize=itemsize,
         ranks_per_node=ranks_per_node or group.size,
-        largest_unit=found.largest_unit,
+        possible=found.possible,
         ranks=ranks,
         schemes=schemes,
     )

@@ -62,8 +62,7 @@ class Plan:
         itemsize: Bytes of one element on the wire.
         ranks_per_node: Neighbouring ranks that are on one node, as far as is known.
         flops: Floating-point operations of each matrix, as a whole; empty where costs are such.
-        largest_unit: Cost below which no placement brings the busiest rank: of the largest part if
-            every matrix were cut as far as it may be.
+        possible: Cost that the busiest rank has in any placement, see ``bounds``.
         shared: Matrices that several ranks compute together.
         shared_waves: For each wave of those their positions in ``shared``.
         shared_slots: Such waves under way at once.
@@ -81,7 +80,7 @@ class Plan:
     itemsize: int
     ranks_per_node: int
     flops: tuple[int, ...] = ()
-    largest_unit: int
+    possible: int
     shared: tuple[SharedMatrix, ...] = ()
     shared_waves: tuple[tuple[int, ...], ...] = ()
     shared_slots: int = SHARED_SLOTS
@@ -172,12 +171,12 @@ class Plan:
 
     @property
     def balance(self) -> tuple[float, float]:
-        """(max/mean estimated time reached, the best possible: max(mean, largest unit)/mean)."""
+        """(max/mean estimated time reached, what no placement can beat/mean)."""
         costs = [load.cost for load in self.loads]
         if not any(costs):
             return 1.0, 1.0
         mean = sum(costs) / self.group.size
-        return max(costs) / mean, max(mean, self.largest_unit) / mean
+        return max(costs) / mean, max(mean, self.possible) / mean
 
 
 def wave_footprints(

@@ -33,7 +33,7 @@ class Arrangement:
         flops: Operations of each matrix.
         owners: Rank that computes each matrix, the first of several.
         ranks: All ranks that compute each matrix.
-        largest_unit: As ``Plan.largest_unit``.
+        possible: As ``Plan.possible``.
     """
 
     parameters: tuple[ShardedParameter, ...]
@@ -43,7 +43,7 @@ class Arrangement:
     costs: tuple[int, ...]
     flops: tuple[int, ...]
     ranks: tuple[tuple[int, ...], ...]
-    largest_unit: int
+    possible: int
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ def arrange(
         costs=tuple(candidate.cost for candidate in candidates),
         flops=tuple(candidate.flops for candidate in candidates),
         ranks=chosen.ranks,
-        largest_unit=chosen.largest_unit,
+        possible=chosen.possible,
     )
 
 
@@ -184,7 +184,7 @@ def _plan_of(
         itemsize=itemsize,
         ranks_per_node=ranks_per_node or group.size,
         flops=found.flops,
-        largest_unit=found.largest_unit,
+        possible=found.possible,
     )
     peaks = [0] * group.size
     if sharing is not None and len(found.whole) < len(found.matrices):

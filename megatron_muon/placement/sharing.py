@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_muon.placement.balance import Work, assign_ranks
+from megatron_muon.placement.bounds import options_of, smallest_possible
 from megatron_muon.placement.shared import Itemsizes, request_bytes
 
 MIN_SHARED_FLOPS = 1 << 37
@@ -17,11 +18,11 @@ MIN_SHARED_FLOPS = 1 << 37
 operations).
 """
 
-NEAR_ENOUGH = (105, 100)
+NEAR_ENOUGH = (102, 100)
 """Largest load over what is possible at which no more matrices are shared: messages cost too."""
 
-# Parts that a possible largest load is made of, in halves, tried one after another.
-_FRACTIONS = (2, 3, 4, 6, 8, 12, 16)
+# Largest parts that are tried one after another, in percent of the smallest possible load.
+_SIZES = (400, 270, 200, 160, 133, 115, 107, 103, 100, 67, 50, 40, 33, 28, 24, 20, 17, 14, 12)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,12 +79,11 @@ class Choice:
 
     Attributes:
         ranks: For each matrix the ranks that compute it, ascending; one where it is not shared.
-        largest_unit: Cost of the largest part if every matrix were cut as far as it may be: no
-            placement is faster than that.
+        possible: Load that the busiest rank has in any placement, see ``bounds``.
     """
 
     ranks: tuple[tuple[int, ...], ...]
-    largest_unit: int
+    possible: int
 
 
 def part_cost(candidate: Candidate, sharing: Sharing, ranks: int, number: int = 0) -> int:
@@ -125,8 +125,9 @@ def choose_ranks(
     """
     costs = _PartCosts(candidates, sharing)
     limits = [_most_parts(costs, i, ranks, buffer_bytes) for i in range(len(candidates))]
-    unit = max((costs(i, limit) for i, limit in enumerate(limits)), default=0)
-    possible = max(-(-sum(c.cost for c in candidates) // ranks), unit)
+    possible = smallest_possible(
+        (options_of(costs.smallest(i, limit)) for i, limit in enumerate(limits)), ranks
+    )
     best: tuple[tuple[int, ...], ...] = ()
     lowest: int | None = None
     for parts in _ways(candidates, costs, limits, ranks, possible):
@@ -140,7 +141,7 @@ def choose_ranks(
             best, lowest = found, reached
         if lowest * NEAR_ENOUGH[1] <= possible * NEAR_ENOUGH[0]:
             break
-    return Choice(ranks=best, largest_unit=unit)
+    return Choice(ranks=best, possible=possible)
 
 
 def _ways(
@@ -155,9 +156,9 @@ def _ways(
     yield whole
     seen = {whole}
     left_over = _left_over(candidates, costs, limits, ranks, possible)
-    for fraction in _FRACTIONS:
+    for percent in _SIZES:
         every = [
-            _parts(costs, i, limit, possible * 2 // fraction) for i, limit in enumerate(limits)
+            _parts(costs, i, limit, possible * percent // 100) for i, limit in enumerate(limits)
         ]
         few = [
             count if i in left_over or costs(i, 1) > possible else 1
@@ -198,6 +199,7 @@ class _PartCosts:
         self.candidates = candidates
         self.sharing = sharing
         self._known: dict[tuple[tuple[int, int], int, int], int] = {}
+        self._smallest: dict[tuple[tuple[int, int], int, int], list[int]] = {}
 
     def __call__(self, index: int, count: int) -> int:
         candidate = self.candidates[index]
@@ -207,6 +209,19 @@ class _PartCosts:
         if key not in self._known:
             self._known[key] = part_cost(candidate, self.sharing, count)
         return self._known[key]
+
+    def smallest(self, index: int, limit: int) -> list[int]:
+        """Cost of the smallest part at 1 … ``limit`` parts."""
+        candidate = self.candidates[index]
+        key = (candidate.shape, candidate.cost, limit)
+        if key not in self._smallest:
+            counts = range(1, limit + 1)
+            sharing = self.sharing
+            self._smallest[key] = [
+                candidate.cost if sharing is None else part_cost(candidate, sharing, n, n - 1)
+                for n in counts
+            ]
+        return self._smallest[key]
 
 
 def _most_parts(costs: _PartCosts, index: int, ranks: int, buffer_bytes: int) -> int:

@@ -1,0 +1,69 @@
+"""What no placement can beat: a proven bound on the busiest rank, with matrices whole or in parts.
+
+For a load T every matrix has the numbers of parts whose parts fit into T. What a rank can hold is
+measured by dual feasible functions: of parts that fit together into T, the sum of the function is
+at most one. The identity says that all work fits into all ranks; u_j says that of parts above
+T / (j + 1) a rank holds j (Fekete and Schepers, "New classes of fast lower bounds for bin packing
+problems", 2001). If even the cheapest numbers of parts exceed the ranks, T is impossible.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+Options = tuple[tuple[int, int], ...]
+"""(parts, cost of one of them) for every number of parts that a matrix may be cut into."""
+
+_MOST_TOGETHER = 16
+
+
+def smallest_possible(matrices: Iterable[Options], ranks: int) -> int:
+    """A load that the busiest rank has at least, whatever goes where.
+
+    Args:
+        matrices: For each matrix the ways of cutting it; one way where it stays whole.
+        ranks: Number of ranks.
+    """
+    kinds = Counter(matrices)
+    if not kinds:
+        return 0
+    work = sum(n * min(k * cost for k, cost in options) for options, n in kinds.items())
+    # Below the mean, and below the smallest part of any matrix, nothing is possible.
+    low = max(-(-work // ranks), max(min(cost for _, cost in options) for options in kinds))
+    high = max(low, sum(n * options[0][1] for options, n in kinds.items()))
+    while low < high:
+        middle = (low + high) // 2
+        if _may_fit(kinds, middle, ranks):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _may_fit(kinds: Counter[Options], load: int, ranks: int) -> bool:
+    if load == 0:
+        return all(cost == 0 for options in kinds for _, cost in options)
+    for together in range(_MOST_TOGETHER + 1):
+        needed = 0
+        for options, count in kinds.items():
+            fitting = [(k, cost) for k, cost in options if cost <= load]
+            if not fitting:
+                return False
+            needed += count * min(k * _share(cost, load, together) for k, cost in fitting)
+        if needed > ranks * load * max(together, 1):
+            return False
+    return True
+
+
+def _share(cost: int, load: int, together: int) -> int:
+    """What a part takes of a rank, times ``load`` and the largest denominator; 0 for identity."""
+    if together == 0:
+        return cost
+    times, rest = divmod((together + 1) * cost, load)
+    return cost * together if rest == 0 else times * load
+
+
+def options_of(costs: Sequence[int]) -> Options:
+    """Ways of cutting a matrix, from the cost of a part at 1, 2, … parts."""
+    return tuple((count, cost) for count, cost in enumerate(costs, start=1))
