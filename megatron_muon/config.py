@@ -64,6 +64,14 @@ class MatrixConfig:
             ``auto`` (``--orth-dion-exchange``).
         state_dtype: Element type in which V is kept between steps, ``fp32`` or ``bf16``
             (``--orth-dion-state-dtype``).
+        split_ranks: Most owners among which one matrix is split where that balances the load
+            better; 1 splits none (``--dmuon-split-ranks``).
+        split_min_gflop: Matrices that take fewer operations are not split
+            (``--dmuon-split-min-gflop``).
+        cost_table: File of measured times that owners are balanced by, None for counted
+            operations (``--dmuon-cost-table``).
+        ranks_per_node: Neighbouring ranks on one node, None for what torchrun says
+            (``--matrix-ranks-per-node``).
         lr: Maximum learning rate of matrices, None for Adam's (``--matrix-lr``).
         min_lr: Minimum learning rate of matrices, None for Adam's (``--matrix-min-lr``).
         weight_decay: Weight decay of matrices, None for Adam's (``--matrix-weight-decay``).
@@ -93,6 +101,10 @@ class MatrixConfig:
     rank_compensation: bool = False
     exchange: Literal["auto", "factors", "matrix"] = "auto"
     state_dtype: str = "fp32"
+    split_ranks: int = 1
+    split_min_gflop: float = 137.0
+    cost_table: str | None = None
+    ranks_per_node: int | None = None
     lr: float | None = None
     min_lr: float | None = None
     weight_decay: float | None = None

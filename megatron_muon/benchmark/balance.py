@@ -13,8 +13,7 @@ from megatron_muon.linalg import (
     panel_flops,
     panel_requests,
 )
-from megatron_muon.optim.muon import FLOPS_PER_BYTE
-from megatron_muon.placement import Sharing, even_cuts
+from megatron_muon.placement import FLOPS_PER_BYTE, Sharing, even_cuts
 from megatron_muon.placement.sharing import Candidate, choose_ranks, part_cost
 
 CUDA = torch.device("cuda")

@@ -1,7 +1,7 @@
 """Runs a plan over a process group. The only package that calls collectives."""
 
 from megatron_muon.exchange.factor_runner import FactorExchange, WaveMail
-from megatron_muon.exchange.groups import exchange_group
+from megatron_muon.exchange.groups import exchange_group, neighbours_on_a_node
 from megatron_muon.exchange.messenger import ExchangeCounters, Flight
 from megatron_muon.exchange.pieces import piece_of
 from megatron_muon.exchange.runner import Exchange
@@ -26,6 +26,7 @@ __all__ = [
     "check_agreement",
     "exchange_group",
     "gather_objects",
+    "neighbours_on_a_node",
     "piece_of",
     "same_on_all_ranks",
 ]

@@ -2,9 +2,37 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import torch.distributed as dist
 
 from megatron_muon.exchange.transport import gather_objects
+
+
+def neighbours_on_a_node(
+    *, tp_group: dist.ProcessGroup, dp_group: dist.ProcessGroup, ranks_per_node: int
+) -> int:
+    """How many ranks of an exchange group, one after another, are on one node.
+
+    Args:
+        tp_group: As for ``exchange_group``.
+        dp_group: As for ``exchange_group``.
+        ranks_per_node: Ranks of the world on every node.
+
+    Returns:
+        Their number; that of all where it differs from node to node. The same on every rank.
+    """
+    here = dist.get_rank()
+    # Ranks of a grid: a step along one axis is the same step anywhere.
+    members = [
+        by_dp + by_tp - here
+        for by_dp in dist.get_process_group_ranks(dp_group)
+        for by_tp in dist.get_process_group_ranks(tp_group)
+    ]
+    runs = [len(list(run)) for _, run in groupby(rank // ranks_per_node for rank in members)]
+    first, last = runs[0], runs[-1]
+    is_regular = set(runs[:-1]) <= {first} and last <= first
+    return first if is_regular else len(members)
 
 
 def exchange_group(

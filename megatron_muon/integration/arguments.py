@@ -116,6 +116,30 @@ def add_matrix_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         help="Element type of what travels; auto is bf16 where the iteration has 16 bits.",
     )
     group.add_argument(
+        "--dmuon-split-ranks",
+        type=int,
+        default=MatrixConfig.split_ranks,
+        help="Most owners among which one matrix is split where that balances them better.",
+    )
+    group.add_argument(
+        "--dmuon-split-min-gflop",
+        type=float,
+        default=MatrixConfig.split_min_gflop,
+        help="Matrices that take fewer operations than this are not split.",
+    )
+    group.add_argument(
+        "--dmuon-cost-table",
+        metavar="FILE",
+        help="Measured times to balance owners by, from python -m megatron_muon.benchmark "
+        "--cost-table FILE. Default: counted operations.",
+    )
+    group.add_argument(
+        "--matrix-ranks-per-node",
+        type=int,
+        help="Neighbouring ranks on one node; owners are chosen on the node of a matrix where "
+        "that costs no time. Default: what torchrun says.",
+    )
+    group.add_argument(
         "--matrix-exchange-buffer-mb",
         type=float,
         default=MatrixConfig.exchange_buffer_mb,
@@ -233,6 +257,7 @@ def _read_settings(args: Any, optimizer: str) -> tuple[MatrixConfig, list[str]]:
         split_heads=args.matrix_split_heads,
         min_dim=args.matrix_min_dim,
         exchange_buffer_mb=args.matrix_exchange_buffer_mb,
+        ranks_per_node=args.matrix_ranks_per_node,
         lr=args.matrix_lr,
         min_lr=args.matrix_min_lr,
         weight_decay=args.matrix_weight_decay,
@@ -261,6 +286,9 @@ def _read_settings(args: Any, optimizer: str) -> tuple[MatrixConfig, list[str]]:
         num_ns_steps=args.muon_num_ns_steps,
         compute_dtype=args.dmuon_compute_dtype,
         exchange_dtype=args.dmuon_exchange_dtype,
+        split_ranks=args.dmuon_split_ranks,
+        split_min_gflop=args.dmuon_split_min_gflop,
+        cost_table=args.dmuon_cost_table,
     ), problems
 
 

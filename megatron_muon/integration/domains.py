@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from megatron.core import parallel_state
 
-from megatron_muon.exchange import exchange_group
+from megatron_muon.exchange import exchange_group, neighbours_on_a_node
 from megatron_muon.integration.model_parameters import ModelParameter
 from megatron_muon.integration.support import ConfigurationError
 
@@ -49,6 +49,18 @@ class Domain:
             model_chunk.expert_parallel_buffers if self.is_expert else model_chunk.buffers
         )
         return found
+
+    def ranks_per_node(self, per_node: int | None) -> int:
+        """Neighbouring ranks of the exchange group that are on one node.
+
+        Args:
+            per_node: Ranks of the world on every node; None where that is not known.
+        """
+        if per_node is None:
+            return self.tp_group.size() * self.dp_group.size()
+        return neighbours_on_a_node(
+            tp_group=self.tp_group, dp_group=self.dp_group, ranks_per_node=per_node
+        )
 
     def make_exchange_group(self, pg_collection: Any) -> torch.distributed.ProcessGroup:
         """The exchange group; all ranks must call it, in the same order of domains.

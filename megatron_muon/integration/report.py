@@ -6,7 +6,6 @@ tells of the whole model, whatever stages and experts rank 0 holds itself.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -15,6 +14,7 @@ from math import prod
 from typing import Any
 
 from megatron_muon.config import MatrixConfig
+from megatron_muon.integration.plan_warnings import family_name, plan_warnings
 from megatron_muon.integration.routes import RoutedParameter
 from megatron_muon.optim import MuonRule, OrthDionRule
 from megatron_muon.placement import FactorPlan, Plan
@@ -100,9 +100,9 @@ def summarize(
             sum(fnmatchcase(r.parameter.rule_name, wish.pattern) for r in routed)
             for wish in settings.rules
         ),
-        balance=_balance(plan) if plan.matrices else "",
+        balance=_balance(settings, plan) if plan.matrices else "",
         traffic=_traffic(settings, plan, buffers) if plan.matrices else "",
-        warnings=tuple(_warnings(settings, plan, domain)),
+        warnings=tuple(plan_warnings(settings, plan, domain)),
         rule=_describe(settings, rule),
     )
 
@@ -216,14 +216,6 @@ def _wishes(settings: MatrixConfig, summaries: Sequence[Summary]) -> list[str]:
     return lines
 
 
-def _family_name(name: str) -> str:
-    """Name with the numbers of layers, experts and heads replaced."""
-    starred = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-    starred = re.sub(r"(?<=\.weight)\d+(?=$|\[)", "*", starred)
-    parameter, bracket, part = starred.partition("[")
-    return parameter + bracket + re.sub(r"\d+", "*", part)
-
-
 def _families(
     settings: MatrixConfig, plan: Plan, rule: MatrixRule, routed: Sequence[RoutedParameter]
 ) -> dict[MatrixFamily, tuple[int, int]]:
@@ -231,13 +223,14 @@ def _families(
     parameters = {p.name: p for p in plan.parameters}
     counts: Counter[MatrixFamily] = Counter()
     owners: dict[MatrixFamily, set[int]] = defaultdict(set)
-    for matrix, owner in zip(plan.matrices, plan.owners, strict=True):
+    shared = {part.index: part.ranks for part in plan.shared}
+    for index, (matrix, owner) in enumerate(zip(plan.matrices, plan.owners, strict=True)):
         parameter, entry = parameters[matrix.parameter], entries[matrix.parameter]
         cut = ("copy on every TP rank", "rows", "columns")[
             0 if parameter.tp_dim is None else 1 + parameter.tp_dim
         ]
         family = MatrixFamily(
-            name=_family_name(matrix.name),
+            name=family_name(matrix.name),
             shape=matrix.shape,
             cut=cut if plan.group.tp > 1 else "not cut",
             split=_split_label(entry),
@@ -245,7 +238,7 @@ def _families(
             rank=rule.rank(*matrix.shape) if isinstance(rule, OrthDionRule) else None,
         )
         counts[family] += 1
-        owners[family].add(owner)
+        owners[family].update(shared.get(index, (owner,)))
     return {family: (count, len(owners[family])) for family, count in counts.items()}
 
 
@@ -285,14 +278,29 @@ def _family_table(summaries: Sequence[Summary]) -> list[str]:
     )
 
 
-def _balance(plan: Plan) -> str:
+def _balance(settings: MatrixConfig, plan: Plan) -> str:
     reached, bound = plan.balance
     busiest = max(Counter(plan.owners).values())
+    parts = Counter(len(matrix.ranks) for matrix in plan.shared)
+    split = ", ".join(f"{count} split among {ranks}" for ranks, count in sorted(parts.items()))
     return (
-        f"{len(plan.matrices)} matrices, {plan.group.size} owners, waves: {len(plan.waves)}; owner "
-        f"load max/mean {reached:.3f}, best possible {bound:.3f}; busiest owner has {busiest} "
-        f"matrices, {max(load.flops for load in plan.loads) / 1e9:.3g} GFLOP a step"
+        f"{_count(len(plan.matrices), 'matrix', 'matrices')}{f' ({split})' if split else ''}, "
+        f"{_count(plan.group.size, 'owner', 'owners')}, waves: "
+        f"{len(plan.waves) + len(plan.shared_waves)}; owner load max/mean {reached:.3f}, best "
+        f"possible {bound:.3f} ({_unit(settings)}); busiest owner has "
+        f"{_count(busiest, 'matrix', 'matrices')}, "
+        f"{max(load.flops for load in plan.loads) / 1e9:.3g} GFLOP a step"
     )
+
+
+def _unit(settings: MatrixConfig) -> str:
+    if settings.cost_table is None:
+        return "by operations"
+    return f"by times of {settings.cost_table}"
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
 
 
 def _traffic(settings: MatrixConfig, plan: Plan, buffers: Sequence[Any]) -> str:
@@ -313,40 +321,6 @@ def _traffic(settings: MatrixConfig, plan: Plan, buffers: Sequence[Any]) -> str:
         + f"; buffers at most {peak / MIB:.2f} MiB of --matrix-exchange-buffer-mb "
         f"{settings.exchange_buffer_mb:g}"
     )
-
-
-def _warnings(settings: MatrixConfig, plan: Plan, domain: str) -> list[str]:
-    if not plan.matrices:
-        if domain != "dense":
-            return []
-        return [f"a pipeline stage has no matrix: its {plan.group.size} ranks own none"]
-    found = []
-    idle = sum(load.matrices == 0 for load in plan.loads)
-    if idle:
-        found.append(
-            f"{idle} of {plan.group.size} {domain} owners have no matrix, there are fewer matrices "
-            "than ranks"
-        )
-    _, bound = plan.balance
-    if bound > 1.05:
-        largest = max(zip(plan.costs, plan.matrices, strict=True), key=lambda pair: pair[0])[1]
-        found.append(
-            f"{largest.name} ({largest.shape[0]}x{largest.shape[1]}) alone takes {bound:.2f} x the "
-            "mean load of an owner and dominates the balance"
-        )
-    thin = sorted(
-        {
-            f"{_family_name(m.name)} ({m.shape[0]}x{m.shape[1]})"
-            for m in plan.matrices
-            if min(m.shape) < settings.min_dim
-        }
-    )
-    if thin:
-        found.append(
-            f"a side shorter than --matrix-min-dim {settings.min_dim}, and orthogonalized all the "
-            f"same as part of a wider parameter or by a rule: {', '.join(thin)}"
-        )
-    return found
 
 
 def adam_traffic_bytes(buffers: Sequence[Any], dp: int) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +26,14 @@ from megatron_muon.matrices import (
     logical_matrices,
 )
 from megatron_muon.optim import MuonRule, OrthDionRule
-from megatron_muon.placement import ExchangeGroup, Plan, make_factor_plan, make_plan
+from megatron_muon.placement import (
+    CostFunction,
+    ExchangeGroup,
+    Plan,
+    load_cost_table,
+    make_factor_plan,
+    make_plan,
+)
 
 MatrixRule = MuonRule | OrthDionRule
 
@@ -98,14 +107,24 @@ def plan_stage(
         parameters.append(parameter)
         logical.extend(logical_matrices(parameter, split=entry.split))
     group, buffer_bytes = ExchangeGroup(tp=tp, dp=dp), int(settings.exchange_buffer_mb * 2**20)
+    ranks_per_node = domain.ranks_per_node(_ranks_of_a_node(settings))
     if isinstance(rule, MuonRule):
         return make_plan(
             group=group,
             parameters=parameters,
             matrices=logical,
-            cost=lambda m, n: rule.cost(m, n, device),
+            cost=_costs(settings, rule, logical, owners=group.size, device=device),
+            flops=lambda m, n: rule.cost(m, n, device),
             itemsize=rule.exchange_dtype.itemsize,
             buffer_bytes=buffer_bytes,
+            ranks_per_node=ranks_per_node,
+            sharing=(
+                rule.sharing(
+                    settings.split_ranks, device, min_flops=int(settings.split_min_gflop * 1e9)
+                )
+                if settings.split_ranks > 1
+                else None
+            ),
         )
     _require_room_for_ranks(settings, logical)
     return make_factor_plan(
@@ -117,7 +136,52 @@ def plan_stage(
         itemsize=rule.exchange_dtype.itemsize,
         buffer_bytes=buffer_bytes,
         scheme=settings.exchange,
+        ranks_per_node=ranks_per_node,
     )
+
+
+def _ranks_of_a_node(settings: MatrixConfig) -> int | None:
+    """Ranks of the world on every node: what the user says, or torchrun, or nothing."""
+    if settings.ranks_per_node is not None:
+        return settings.ranks_per_node
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(said) if said.isdigit() and int(said) else None
+
+
+def _costs(
+    settings: MatrixConfig,
+    rule: MuonRule,
+    matrices: Sequence[LogicalMatrix],
+    *,
+    owners: int,
+    device: torch.device,
+) -> CostFunction:
+    """Estimated time of a matrix: measured in batches as owners will have them, or operations.
+
+    Raises:
+        ValueError: The table is of another kind of iteration.
+    """
+
+    def flops(m: int, n: int) -> int:
+        return rule.cost(m, n, device)
+
+    if settings.cost_table is None:
+        return flops
+    table = load_cost_table(settings.cost_table)
+    dtype, steps = str(rule.compute_dtype).removeprefix("torch."), len(rule.schedule)
+    if (table.dtype, table.steps) != (dtype, steps):
+        raise ValueError(
+            f"--dmuon-cost-table {settings.cost_table} was measured in {table.dtype} with "
+            f"{table.steps} steps, and this run computes in {dtype} with {steps}: write it with "
+            f"python -m megatron_muon.benchmark --cost-table {settings.cost_table} "
+            f"--cost-dtype {dtype} --cost-steps {steps}"
+        )
+    shapes = Counter((min(m.shape), max(m.shape)) for m in matrices)
+    costs = {
+        shape: table.cost(*shape, batch=-(-count // owners), flops=flops)
+        for shape, count in shapes.items()
+    }
+    return lambda m, n: costs[min(m, n), max(m, n)]
 
 
 def _require_room_for_ranks(settings: MatrixConfig, matrices: Sequence[LogicalMatrix]) -> None:

@@ -29,6 +29,7 @@ BOTH: dict[str, Any] = {
     "--matrix-no-split-ssm": True,
     "--matrix-split-heads": False,
     "--matrix-exchange-buffer-mb": MatrixConfig.exchange_buffer_mb,
+    "--matrix-ranks-per-node": None,
 }
 
 OWN: dict[str, dict[str, Any]] = {
@@ -36,6 +37,9 @@ OWN: dict[str, dict[str, Any]] = {
         "--dmuon-coefficients": None,
         "--dmuon-compute-dtype": MatrixConfig.compute_dtype,
         "--dmuon-exchange-dtype": MatrixConfig.exchange_dtype,
+        "--dmuon-split-ranks": MatrixConfig.split_ranks,
+        "--dmuon-split-min-gflop": MatrixConfig.split_min_gflop,
+        "--dmuon-cost-table": None,
     },
     "orth_dion": {
         "--orth-dion-rank-fraction": MatrixConfig.rank_fraction,

@@ -15,6 +15,7 @@ from megatron_muon.linalg import (
     STATE_DTYPES,
     coefficient_schedule,
 )
+from megatron_muon.placement import load_cost_table
 
 
 class ConfigurationError(ValueError):
@@ -170,6 +171,7 @@ def setting_problems(settings: MatrixConfig) -> list[str]:
             f"--matrix-exchange-buffer-mb is {settings.exchange_buffer_mb:g}; it must be a number "
             "> 0"
         )
+    problems += _placement_problems(settings)
     if settings.min_dim < 1:
         problems.append(f"--matrix-min-dim is {settings.min_dim}; it must be an integer >= 1")
     for flag, value in (
@@ -180,6 +182,29 @@ def setting_problems(settings: MatrixConfig) -> list[str]:
     ):
         if value is not None and not 0.0 <= value < float("inf"):
             problems.append(f"{flag} is {value}; it must be a number >= 0")
+    return problems
+
+
+def _placement_problems(settings: MatrixConfig) -> list[str]:
+    problems = []
+    if settings.split_ranks < 1:
+        problems.append(
+            f"--dmuon-split-ranks is {settings.split_ranks}; it must be an integer >= 1, and 1 "
+            "splits no matrix"
+        )
+    if not 0.0 <= settings.split_min_gflop < float("inf"):
+        problems.append(
+            f"--dmuon-split-min-gflop is {settings.split_min_gflop:g}; it must be a number >= 0"
+        )
+    if settings.ranks_per_node is not None and settings.ranks_per_node < 1:
+        problems.append(
+            f"--matrix-ranks-per-node is {settings.ranks_per_node}; it must be an integer >= 1"
+        )
+    if settings.cost_table is not None:
+        try:
+            load_cost_table(settings.cost_table)
+        except ValueError as error:
+            problems.append(str(error))
     return problems
 
 

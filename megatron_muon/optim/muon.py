@@ -33,18 +33,12 @@ from megatron_muon.linalg import (
     panel_requests,
     update_scale,
 )
-from megatron_muon.placement import Sharing, even_cuts
+from megatron_muon.placement import FLOPS_PER_BYTE, Sharing, even_cuts
 from megatron_muon.placement.program import Piece
 from megatron_muon.placement.shared_program import SharedPart
 
 MOST_ELEMENTS = 1 << 27
 """Of matrices that are orthogonalized in one go; the iteration needs two to four times as much."""
-
-FLOPS_PER_BYTE = {"cuda": 2000, "cpu": 20}
-"""Operations that take as long as a byte between ranks that share a matrix, by device type.
-
-400 TFLOP/s over 200 GB/s between the GPUs of a node; 20 GFLOP/s over 1 GB/s of gloo on one machine.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +111,9 @@ class MuonRule:
             itemsize=self.compute_dtype.itemsize,
             scalar_itemsize=self.scalars_dtype.itemsize,
             min_flops=min_flops,
-            flops_per_byte=FLOPS_PER_BYTE[device.type]
-            if flops_per_byte is None
-            else flops_per_byte,
+            flops_per_byte=(
+                FLOPS_PER_BYTE[device.type] if flops_per_byte is None else flops_per_byte
+            ),
         )
 
     def update_panel(

@@ -1,5 +1,11 @@
 """Planning: owners, waves, byte and FLOP counts. Pure functions of names, shapes and sizes."""
 
+from megatron_muon.placement.cost_table import (
+    CostTable,
+    MeasuredCost,
+    load_cost_table,
+    write_cost_table,
+)
 from megatron_muon.placement.factors import FactorPlan, Scheme, SchemeChoice, make_factor_plan
 from megatron_muon.placement.panels import even_cuts
 from megatron_muon.placement.plan import CostFunction, Plan, RankLoad
@@ -13,13 +19,16 @@ from megatron_muon.placement.segments import (
     segments,
 )
 from megatron_muon.placement.shared import SharedMatrix
-from megatron_muon.placement.sharing import MIN_SHARED_FLOPS, Sharing
+from megatron_muon.placement.sharing import FLOPS_PER_BYTE, MIN_SHARED_FLOPS, Sharing
 
 __all__ = [
+    "FLOPS_PER_BYTE",
     "MIN_SHARED_FLOPS",
     "CostFunction",
+    "CostTable",
     "ExchangeGroup",
     "FactorPlan",
+    "MeasuredCost",
     "Plan",
     "RankLoad",
     "Rectangle",
@@ -30,8 +39,10 @@ __all__ = [
     "Sharing",
     "copies",
     "even_cuts",
+    "load_cost_table",
     "make_factor_plan",
     "make_plan",
     "rectangles",
     "segments",
+    "write_cost_table",
 ]

@@ -18,6 +18,12 @@ MIN_SHARED_FLOPS = 1 << 37
 operations).
 """
 
+FLOPS_PER_BYTE = {"cuda": 2000, "cpu": 20}
+"""Operations that take as long as a byte between ranks that share a matrix, by device type.
+
+400 TFLOP/s over 200 GB/s between the GPUs of a node; 20 GFLOP/s over 1 GB/s of gloo on one machine.
+"""
+
 NEAR_ENOUGH = (102, 100)
 """Largest load over what is possible at which no more matrices are shared: messages cost too."""
 

@@ -298,6 +298,10 @@ def test_settings_and_their_defaults_are_frozen() -> None:
         "rank_compensation": False,
         "exchange": "auto",
         "state_dtype": "fp32",
+        "split_ranks": 1,
+        "split_min_gflop": 137.0,
+        "cost_table": None,
+        "ranks_per_node": None,
         "lr": None,
         "min_lr": None,
         "weight_decay": None,
@@ -340,6 +344,10 @@ def test_flags_are_frozen() -> None:
         "--dmuon-coefficients": ("dmuon_coefficients", None),
         "--dmuon-compute-dtype": ("dmuon_compute_dtype", "auto"),
         "--dmuon-exchange-dtype": ("dmuon_exchange_dtype", "auto"),
+        "--dmuon-split-ranks": ("dmuon_split_ranks", 1),
+        "--dmuon-split-min-gflop": ("dmuon_split_min_gflop", 137.0),
+        "--dmuon-cost-table": ("dmuon_cost_table", None),
+        "--matrix-ranks-per-node": ("matrix_ranks_per_node", None),
         "--matrix-exchange-buffer-mb": ("matrix_exchange_buffer_mb", 512.0),
     }
     assert actions["--optimizer"].choices == ["adam", "muon", "dmuon", "orth_dion"]

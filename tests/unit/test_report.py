@@ -11,6 +11,7 @@ import torch
 
 from megatron_muon.config import MatrixConfig
 from megatron_muon.integration.model_parameters import ModelParameter
+from megatron_muon.integration.plan_warnings import family_name
 from megatron_muon.integration.report import adam_traffic_bytes, startup_report, summarize
 from megatron_muon.integration.routes import RoutedParameter
 from megatron_muon.matrices import WHOLE, Packing, ParameterFacts, Rule, SplitMode, route
@@ -19,7 +20,7 @@ from megatron_muon.placement import Plan
 from tests.distributed.prescribed import Whole, gate_up
 from tests.unit.placement.stages import stage_of
 
-SETTINGS = MatrixConfig(exchange_buffer_mb=64.0, min_dim=1)
+SETTINGS = MatrixConfig(exchange_buffer_mb=64.0, min_dim=1, split_min_gflop=0.0)
 BUFFER = SimpleNamespace(numel=2000, grad_dtype=torch.float32, param_dtype=torch.bfloat16)
 
 
@@ -170,15 +171,13 @@ def test_parts_of_a_packed_parameter_have_rows_of_their_own() -> None:
 
 
 def test_experts_and_heads_of_any_number_are_one_family() -> None:
-    from megatron_muon.integration.report import _family_name
-
-    assert _family_name("layers.3.experts.linear_fc1.weight17") == (
+    assert family_name("layers.3.experts.linear_fc1.weight17") == (
         "layers.*.experts.linear_fc1.weight*"
     )
-    assert _family_name("a.weight12[gate]") == "a.weight*[gate]"
-    assert _family_name("a.linear_fc1.weight[12.gate]") == "a.linear_fc1.weight[*.gate]"
-    assert _family_name("a.linear_qkv.weight[q31]") == "a.linear_qkv.weight[q*]"
-    assert _family_name("layers.0.experts.local_experts.5.linear_fc1.weight") == (
+    assert family_name("a.weight12[gate]") == "a.weight*[gate]"
+    assert family_name("a.linear_fc1.weight[12.gate]") == "a.linear_fc1.weight[*.gate]"
+    assert family_name("a.linear_qkv.weight[q31]") == "a.linear_qkv.weight[q*]"
+    assert family_name("layers.0.experts.local_experts.5.linear_fc1.weight") == (
         "layers.*.experts.local_experts.*.linear_fc1.weight"
     )
 
@@ -199,7 +198,9 @@ def test_owners_waves_and_bytes_are_those_of_the_plan() -> None:
     lines = _report(entries, dp=3)
     (line,) = (line for line in lines if " owners, " in line)
     assert line.startswith("dense, TP 2 x DP 3: 12 matrices, 6 owners, waves: 1; owner load")
-    assert "max/mean 1.000, best possible 1.000; busiest owner has 2 matrices" in line
+    assert (
+        "max/mean 1.000, best possible 1.000 (by operations); busiest owner has 2 matrices" in line
+    )
     assert f"{2 * 512 * 256 * 256 / 1e9:.3g} GFLOP a step" in line
     sent = max(load.sent_bytes for load in loads)
     peak = max(load.peak_buffer_bytes for load in loads)
@@ -246,7 +247,7 @@ def test_a_matrix_that_dominates_is_warned_of() -> None:
     assert [line for line in _report(entries) if line.startswith("warning")] == [
         (
             "warning: layers.0.large (64x8) alone takes 1.07 x the mean load of an owner and "
-            "dominates the balance"
+            "dominates the balance; --dmuon-split-ranks 2 would split it among owners"
         )
     ]
     assert not any("warning" in line for line in _report([*entries, ENTRIES[0]]))

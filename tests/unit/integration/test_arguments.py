@@ -20,6 +20,7 @@ from megatron_muon.integration.arguments import (
 from megatron_muon.integration.stray_flags import MUON_DEFAULTS, destination
 from megatron_muon.integration.support import ConfigurationError
 from megatron_muon.matrices import Rule
+from megatron_muon.placement import CostTable, MeasuredCost, write_cost_table
 
 Parse = Callable[..., argparse.Namespace]
 DMUON = ("--optimizer", "dmuon", "--use-distributed-optimizer")
@@ -189,6 +190,11 @@ OUT_OF_RANGE = [
     ("--dmuon-coefficients 1,2", "--dmuon-coefficients"),
     ("--matrix-rule *:optimizer=sgd", "--matrix-rule '*:optimizer=sgd': optimizer is 'sgd'"),
     ("--matrix-rules nothing.json", "--matrix-rules nothing.json: [Errno 2]"),
+    ("--dmuon-split-ranks 0", "--dmuon-split-ranks is 0; it must be an integer >= 1"),
+    ("--dmuon-split-min-gflop=-1", "--dmuon-split-min-gflop is -1; it must be a number >= 0"),
+    ("--dmuon-split-min-gflop nan", "--dmuon-split-min-gflop is nan"),
+    ("--matrix-ranks-per-node 0", "--matrix-ranks-per-node is 0; it must be an integer >= 1"),
+    ("--dmuon-cost-table nothing.json", "--dmuon-cost-table nothing.json cannot be read (No such"),
 ]
 
 
@@ -278,6 +284,9 @@ OF_DMUON = [
     "--dmuon-coefficients 1,2,3",
     "--dmuon-compute-dtype bf16",
     "--dmuon-exchange-dtype bf16",
+    "--dmuon-split-ranks 8",
+    "--dmuon-split-min-gflop 1",
+    "--dmuon-cost-table x.json",
 ]
 OF_BOTH = [
     "--matrix-no-split-mla",
@@ -291,6 +300,7 @@ OF_BOTH = [
     "--matrix-rules x.json",
     "--matrix-no-split-gate-up",
     "--matrix-exchange-buffer-mb 1",
+    "--matrix-ranks-per-node 8",
 ]
 STRAY = [*OF_BOTH, *OF_DMUON, *OF_ORTH_DION]
 OF_MUON = [
@@ -421,7 +431,8 @@ EVERYTHING = (
     "--matrix-lr 0.02 "
     "--matrix-min-lr 0.002 --matrix-weight-decay 0.3 --matrix-rule *.a:lr_mult=2 "
     "--matrix-rule *.b:optimizer=adam --matrix-no-split-mla --matrix-no-split-ssm "
-    "--matrix-split-heads --matrix-min-dim 8"
+    "--matrix-split-heads --matrix-min-dim 8 --dmuon-split-ranks 4 --dmuon-split-min-gflop 2.5 "
+    "--matrix-ranks-per-node 2"
 )
 
 
@@ -429,7 +440,11 @@ def test_every_setting_is_read_from_its_flag(parse: Parse, tmp_path: Path) -> No
     """The file's rules come first, so that one on the command line wins."""
     path = tmp_path / "rules.json"
     path.write_text(json.dumps([{"pattern": "*.c", "split": "none"}]))
-    args = parse(*DMUON, *EVERYTHING.split(), "--matrix-rules", str(path))
+    table = tmp_path / "costs.json"
+    measured = MeasuredCost(short=8, long=16, batch=1, nanoseconds=500)
+    write_cost_table(CostTable(device="one", dtype="float32", steps=4, measured=(measured,)), table)
+    files = ("--matrix-rules", str(path), "--dmuon-cost-table", str(table))
+    args = parse(*DMUON, *EVERYTHING.split(), *files)
     translate_arguments(args)
     settings = matrix_config_from_args(args)
     assert settings == MatrixConfig(
@@ -450,6 +465,10 @@ def test_every_setting_is_read_from_its_flag(parse: Parse, tmp_path: Path) -> No
         compute_dtype="fp32",
         exchange_dtype="bf16",
         exchange_buffer_mb=64.5,
+        split_ranks=4,
+        split_min_gflop=2.5,
+        cost_table=str(table),
+        ranks_per_node=2,
         lr=0.02,
         min_lr=0.002,
         weight_decay=0.3,

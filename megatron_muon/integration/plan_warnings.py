@@ -1,0 +1,76 @@
+"""What a careful user would want to know of a plan; printed below the table at start."""
+
+from __future__ import annotations
+
+import re
+
+from megatron_muon.config import MatrixConfig
+from megatron_muon.placement import Plan
+
+
+def family_name(name: str) -> str:
+    """Name with the numbers of layers, experts and heads replaced."""
+    starred = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+    starred = re.sub(r"(?<=\.weight)\d+(?=$|\[)", "*", starred)
+    parameter, bracket, part = starred.partition("[")
+    return parameter + bracket + re.sub(r"\d+", "*", part)
+
+
+def plan_warnings(settings: MatrixConfig, plan: Plan, domain: str) -> list[str]:
+    """Sentences on idle owners, a matrix that dominates, and thin parts.
+
+    Args:
+        settings: The user's settings.
+        plan: The plan of a domain.
+        domain: ``dense`` or ``expert``.
+    """
+    if not plan.matrices:
+        if domain != "dense":
+            return []
+        return [f"a pipeline stage has no matrix: its {plan.group.size} ranks own none"]
+    found = []
+    idle = sum(load.cost == 0 for load in plan.loads)
+    if idle:
+        found.append(
+            f"{idle} of {plan.group.size} {domain} owners have no matrix, there are fewer matrices "
+            "than ranks"
+        )
+    found += _dominating(settings, plan)
+    thin = sorted(
+        {
+            f"{family_name(m.name)} ({m.shape[0]}x{m.shape[1]})"
+            for m in plan.matrices
+            if min(m.shape) < settings.min_dim
+        }
+    )
+    if thin:
+        found.append(
+            f"a side shorter than --matrix-min-dim {settings.min_dim}, and orthogonalized all the "
+            f"same as part of a wider parameter or by a rule: {', '.join(thin)}"
+        )
+    return found
+
+
+def _dominating(settings: MatrixConfig, plan: Plan) -> list[str]:
+    """A matrix that takes longer alone than an owner has to do on average."""
+    in_parts = {matrix.index for matrix in plan.shared}
+    whole = (i for i in range(len(plan.matrices)) if i not in in_parts)
+    index = max(whole, key=lambda i: plan.costs[i], default=None)
+    mean = sum(load.cost for load in plan.loads) / plan.group.size
+    if index is None or plan.costs[index] <= 1.05 * mean:
+        return []
+    largest = plan.matrices[index]
+    advice = (
+        f"; --dmuon-split-ranks {min(8, plan.group.size)} would split it among owners"
+        if settings.optimizer == "dmuon"
+        and settings.split_ranks == 1
+        and plan.flops[index] >= settings.split_min_gflop * 1e9
+        else ""
+    )
+    return [
+        (
+            f"{largest.name} ({largest.shape[0]}x{largest.shape[1]}) alone takes "
+            f"{plan.costs[index] / mean:.2f} x the mean load of an owner and dominates the "
+            f"balance{advice}"
+        )
+    ]

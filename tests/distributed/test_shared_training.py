@@ -1,0 +1,152 @@
+"""Matrices split among several owners, measured costs and nodes, on real megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_muon.config import MatrixConfig
+from megatron_muon.linalg import coefficient_schedule
+from megatron_muon.placement import (
+    FLOPS_PER_BYTE,
+    CostTable,
+    MeasuredCost,
+    load_cost_table,
+    write_cost_table,
+)
+from tests.distributed.training import Run, build, errors_against_reference, merged, train
+from tests.ranks import RankFailed
+
+Ranks = Callable[..., list[Any]]
+
+SPLIT = MatrixConfig(min_dim=1, split_ranks=4, split_min_gflop=0.0)
+# Few matrices on many ranks: the largest are above the mean load of an owner.
+RUN = Run(
+    tp=2,
+    dp=4,
+    steps=4,
+    overlap=True,
+    sequence_parallel=True,
+    config=SPLIT,
+    options=(("layers", 1),),
+)
+RUNS = {
+    "dense": RUN,
+    "one TP rank": replace(RUN, tp=1, sequence_parallel=False),
+    "experts": replace(RUN, model="moe", dp=2, ep=1),
+    "two stages": replace(RUN, dp=2, pp=2, options=(("layers", 2),)),
+}
+
+
+@pytest.fixture(autouse=True)
+def messages_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nothing as small as here would be split."""
+    monkeypatch.setitem(FLOPS_PER_BYTE, "cpu", 0)
+
+
+def _shared(rank: int, run: Run) -> list[tuple[int, ...]]:
+    _, optimizer, _ = build(run)
+    return [part.ranks for child in optimizer.chained_optimizers for part in child.plan.shared]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "dense" else [pytest.mark.slow]) for n in RUNS]
+)
+def test_every_update_equals_the_reference(ranks: Ranks, name: str) -> None:
+    run = RUNS[name]
+    assert any(ranks(run.world_size, _shared, run)), "nothing is split"
+    results = ranks(run.world_size, train, run)
+    found = errors_against_reference(
+        run, merged(results, run), list(coefficient_schedule("quintic", 5))
+    )
+    assert found.matrix < 1e-5
+    assert found.scalar < 2e-4
+    for result in results:
+        for counters, load in result["counters"]:
+            assert counters.sent_bytes == load.sent_bytes
+            assert counters.peak_buffer_bytes == load.peak_buffer_bytes
+
+
+def test_the_table_at_start_says_what_is_split(
+    ranks: Ranks, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks(RUN.world_size, _shared, RUN)
+    said = capfd.readouterr().out
+    assert " split among " in said
+
+
+def test_nothing_is_split_unless_asked_for(ranks: Ranks, capfd: pytest.CaptureFixture[str]) -> None:
+    run = replace(RUN, config=replace(SPLIT, split_ranks=1))
+    assert not any(ranks(run.world_size, _shared, run))
+    said = capfd.readouterr().out
+    assert "dominates the balance; --dmuon-split-ranks 8 would split it among owners" in said
+
+
+def _owners(rank: int, run: Run, table: Path | None, per_node: int | None) -> Any:
+    config = replace(run.config, cost_table=None if table is None else str(table))
+    _, optimizer, _ = build(replace(run, config=replace(config, ranks_per_node=per_node)))
+    plan = optimizer.chained_optimizers[0].plan
+    return plan.costs, plan.flops, plan.ranks_per_node
+
+
+def _table(path: Path, nanoseconds: int, **changes: Any) -> Path:
+    about = {"device": "one", "dtype": "float32", "steps": 5} | changes
+    measured = MeasuredCost(short=32, long=32, batch=1, nanoseconds=nanoseconds)
+    write_cost_table(CostTable(**about, measured=(measured,)), path)
+    return path
+
+
+def test_owners_are_balanced_by_measured_times(ranks: Ranks, tmp_path: Path) -> None:
+    run = replace(RUN, dp=1, config=MatrixConfig(min_dim=1))
+    table = _table(tmp_path / "costs.json", 1000)
+    (costs, flops, _), _ = ranks(2, _owners, run, table, None)
+    measured = load_cost_table(table).measured[0]
+    square = flops[costs.index(1000)]
+    for cost, operations in zip(costs, flops, strict=True):
+        assert cost == measured.nanoseconds * operations // square
+    (plain, same, _), _ = ranks(2, _owners, run, None, None)
+    assert plain == flops == same
+
+
+def test_a_table_of_another_iteration_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    run = replace(RUN, dp=1)
+    table = _table(tmp_path / "costs.json", 1000, dtype="bfloat16")
+    with pytest.raises(RankFailed) as failed:
+        ranks(2, _owners, run, table, None)
+    assert len(failed.value.reports) == 2
+    for report in failed.value.reports.values():
+        assert "was measured in bfloat16 with 5 steps, and this run computes in float32" in report
+        assert "--cost-dtype float32 --cost-steps 5" in report
+
+
+def _different_table(rank: int, run: Run, folder: Path) -> None:
+    _owners(rank, run, folder / "costs.json" if rank == 0 else folder / "other.json", None)
+
+
+def test_another_table_on_one_rank_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Same path on every rank, other content, as on disks of their own."""
+    _table(tmp_path / "costs.json", 1000)
+    _table(tmp_path / "other.json", 1001)
+    with pytest.raises(RankFailed) as failed:
+        ranks(2, _different_table, replace(RUN, dp=1), tmp_path)
+    assert len(failed.value.reports) == 2
+
+
+@pytest.mark.parametrize(("per_node", "expected"), [(None, 8), (2, 2), (4, 4), (8, 8), (3, 3)])
+def test_nodes_come_from_the_flag(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, per_node: int | None, expected: int
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    found = ranks(8, _owners, RUN, None, per_node)
+    assert {nodes for _, _, nodes in found} == {expected}
+
+
+def test_nodes_come_from_torchrun(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert {nodes for _, _, nodes in ranks(8, _owners, RUN, None, None)} == {4}
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "?")
+    assert {nodes for _, _, nodes in ranks(8, _owners, RUN, None, None)} == {8}
