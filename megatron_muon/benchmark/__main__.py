@@ -1,11 +1,13 @@
 """AdamW, megatron-core's muon, dmuon and Orth-Dion side by side: time, bytes, FLOPs, memory, error.
 
     python -m megatron_muon.benchmark [--quick] [--out FOLDER] [--device cpu|cuda]
+    python -m megatron_muon.benchmark --cost-table FILE [--cost-shapes 4096x14336,1024x4096]
 
 Real megatron-core on four ranks of this machine, as TP4 and as TP2 x DP2, fp32, one thread a rank.
 Within a layout every optimizer has a copy of the same model in the same processes, gets the same
 gradients before every step, and takes its turn in every round. Writes benchmark.md, benchmark.json
-and benchmark.png.
+and benchmark.png. With --cost-table it measures the orthogonalization alone, on one device, and
+writes the table for the flag --dmuon-cost-table.
 """
 
 from __future__ import annotations
@@ -48,7 +50,19 @@ def main() -> int:
         default="cuda" if torch.cuda.device_count() >= RANKS else "cpu",
         help="cuda needs four devices",
     )
+    parser.add_argument("--cost-table", type=Path, metavar="FILE", help="table to write")
+    parser.add_argument(
+        "--cost-shapes", metavar="MxN,…", help="what to measure for it; a grid by default"
+    )
+    parser.add_argument(
+        "--cost-dtype",
+        choices=("bfloat16", "float16", "float32", "float64"),
+        help="of the iteration: bfloat16 on cuda, else float32, by default",
+    )
+    parser.add_argument("--cost-steps", type=int, default=5, help="Newton-Schulz steps")
     options = parser.parse_args()
+    if options.cost_table is not None:
+        return _write_costs(parser, options)
     if options.device == "cuda" and torch.cuda.device_count() < RANKS:
         parser.error(f"--device cuda needs {RANKS} devices, found {torch.cuda.device_count()}")
     _prepare(options.device)
@@ -59,6 +73,34 @@ def main() -> int:
     _write(options.out, text, found)
     print(text)
     print(f"written to {options.out}/benchmark.{{md,json,png}}")
+    return 0
+
+
+def _write_costs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    from megatron_muon.benchmark.costs import default_shapes, measure_costs, parse_shapes
+    from megatron_muon.placement import write_cost_table
+
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.cost_steps < 1:
+        parser.error(f"--cost-steps is {options.cost_steps}; it must be >= 1")
+    if not options.cost_table.parent.is_dir():
+        parser.error(f"--cost-table {options.cost_table}: its folder does not exist")
+    try:
+        shapes = parse_shapes(options.cost_shapes) if options.cost_shapes else None
+    except ValueError as error:
+        parser.error(f"--cost-shapes: {error}")
+    dtype = options.cost_dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    table = measure_costs(
+        shapes or default_shapes(device),
+        dtype=getattr(torch, dtype),
+        steps=options.cost_steps,
+        device=device,
+        rounds=3 if options.quick else 7,
+        say=_say,
+    )
+    write_cost_table(table, options.cost_table)
+    print(f"written to {options.cost_table}; train with --dmuon-cost-table {options.cost_table}")
     return 0
 
 

@@ -49,7 +49,8 @@ class KernelRow:
     error: float
 
 
-def _median_ms(work: Callable[[], object], device: torch.device, rounds: int) -> float:
+def median_ms(work: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Median time of some work in milliseconds, after a first time that is not counted."""
     work()
     seconds = []
     for _ in range(rounds):
@@ -64,7 +65,7 @@ def gemm_rate(device: torch.device, rounds: int) -> float:
     a = torch.randn(2048, 2048, device=device)
     out = torch.empty_like(a)
     with full_precision_matmul():
-        return 2 * 2.048**3 / (_median_ms(lambda: torch.mm(a, a, out=out), device, rounds) / 1e3)
+        return 2 * 2.048**3 / (median_ms(lambda: torch.mm(a, a, out=out), device, rounds) / 1e3)
 
 
 def kernel_table(device: torch.device, rounds: int) -> list[KernelRow]:
@@ -99,7 +100,7 @@ def _ours(
             workspace=space,
         )
 
-    milliseconds = _median_ms(run, x.device, rounds)
+    milliseconds = median_ms(run, x.device, rounds)
     gflop = batch * newton_schulz_flops(m, n, segments, x.device) / 1e9
     return KernelRow(
         name=name,
@@ -142,7 +143,7 @@ def _others(x: torch.Tensor, exact: torch.Tensor, rounds: int) -> list[KernelRow
         KernelRow(
             name=name,
             batch=(x.shape[0], x.shape[1], x.shape[2]),
-            milliseconds=_median_ms(run, x.device, rounds),
+            milliseconds=median_ms(run, x.device, rounds),
             gflop=None,
             gemm_share=None,
             error=_error(run(), expected),

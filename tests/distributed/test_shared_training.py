@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -136,17 +137,16 @@ def test_another_table_on_one_rank_is_refused(ranks: Ranks, tmp_path: Path) -> N
     assert len(failed.value.reports) == 2
 
 
-@pytest.mark.parametrize(("per_node", "expected"), [(None, 8), (2, 2), (4, 4), (8, 8), (3, 3)])
-def test_nodes_come_from_the_flag(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, per_node: int | None, expected: int
+def _nodes(rank: int, said: str, per_node: int | None) -> int:
+    os.environ["LOCAL_WORLD_SIZE"] = said
+    return int(_owners(rank, RUN, None, per_node)[2])
+
+
+@pytest.mark.parametrize(
+    ("said", "per_node", "expected"),
+    [("8", None, 8), ("4", None, 4), ("?", None, 8), ("4", 2, 2), ("8", 3, 3), ("2", 16, 8)],
+)
+def test_nodes_come_from_the_flag_or_from_torchrun(
+    ranks: Ranks, said: str, per_node: int | None, expected: int
 ) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    found = ranks(8, _owners, RUN, None, per_node)
-    assert {nodes for _, _, nodes in found} == {expected}
-
-
-def test_nodes_come_from_torchrun(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert {nodes for _, _, nodes in ranks(8, _owners, RUN, None, None)} == {4}
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "?")
-    assert {nodes for _, _, nodes in ranks(8, _owners, RUN, None, None)} == {8}
+    assert set(ranks(8, _nodes, said, per_node)) == {expected}
