@@ -1,0 +1,247 @@
+"""Matrices that several ranks share: panels, who shares what, and what the plan says of it."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon.placement import Plan, Sharing, even_cuts, make_plan
+from megatron_muon.placement.panels import panel_elements, panel_runs, panels
+from megatron_muon.placement.sharing import Candidate, choose_ranks, part_cost
+from tests.distributed.prescribed import Whole
+from tests.unit.placement.stages import (
+    UNBOUNDED,
+    Stage,
+    cost,
+    numbered,
+    random_stage,
+    stage_of,
+    stored,
+    whole_matrices,
+)
+
+
+def sharing(**changes: Any) -> Sharing:
+    """Parts of k cost a k-th, rounded up; three messages."""
+    values: dict[str, Any] = {
+        "most_ranks": 4,
+        "flops": lambda m, n, ranks, number: -(-cost(m, n) // ranks),
+        "requests": lambda m, n: ("scalars", "partials", "rows"),
+        "itemsize": 4,
+        "scalar_itemsize": 4,
+        "min_flops": 0,
+    }
+    return Sharing(**(values | changes))
+
+
+def plan_of(stage: Stage, *, buffer_bytes: int = UNBOUNDED, **changes: Any) -> Plan:
+    nodes = changes.pop("ranks_per_node", None)
+    return make_plan(
+        group=stage.group,
+        parameters=stage.parameters,
+        matrices=stage.matrices,
+        cost=cost,
+        itemsize=4,
+        buffer_bytes=buffer_bytes,
+        ranks_per_node=nodes,
+        sharing=sharing(**changes),
+    )
+
+
+@pytest.mark.parametrize(("length", "count"), itertools.product((0, 1, 5, 12), (1, 2, 5, 7)))
+def test_even_cuts_cover_everything_and_differ_by_one(length: int, count: int) -> None:
+    cuts = even_cuts(length, count)
+    assert [i for start, end in cuts for i in range(start, end)] == list(range(length))
+    sizes = [end - start for start, end in cuts]
+    assert len(cuts) == count and max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes)[::-1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(("tp", "dp"), [(1, 3), (2, 2), (2, 5)])
+def test_panels_get_every_element_once_from_where_it_is_stored(tp: int, dp: int, seed: int) -> None:
+    stage = random_stage(seed, tp=tp, dp=dp)
+    wholes = numbered(stage.entries)
+    matrices = whole_matrices(stage, wholes)
+    ranges = {p.name: p.ranges for p in stage.parameters}
+    plan = stage.plan()
+    for matrix, runs in zip(plan.matrices, plan.gathers, strict=True):
+        expected = matrices[matrix.name]
+        for count in (1, 2, 3, 7):
+            cut = panels(matrix.shape, count)
+            assert sum(panel.numel for panel in cut) == expected.numel()
+            for panel in cut:
+                found = torch.full((panel.rows, panel.cols), -1)
+                for segment in runs:
+                    local = stored(stage, wholes, segment.rank)[matrix.parameter]
+                    first = ranges[matrix.parameter][segment.rank // tp][0]
+                    pieces = list(panel_runs(segment, panel))
+                    assert sum(p.rows * p.cols for p in pieces) == panel_elements(segment, panel)
+                    for p in pieces:
+                        at = p.start - first
+                        size, stride = (p.rows, p.cols), (p.stride, 1)
+                        target = found[p.row : p.row + p.rows, p.col : p.col + p.cols]
+                        assert (target == -1).all()
+                        target.copy_(local.as_strided(size, stride, at))
+                rows = slice(panel.row, panel.row + panel.rows)
+                assert torch.equal(found, expected[rows, panel.col : panel.col + panel.cols])
+
+
+def candidates(*costs: int) -> list[Candidate]:
+    return [
+        Candidate(name=f"m{i:02}", shape=(10, 10), flops=c, cost=c, held={})
+        for i, c in enumerate(costs)
+    ]
+
+
+def chosen(
+    *costs: int, ranks: int, per_node: int | None = None, **changes: Any
+) -> tuple[tuple[int, ...], ...]:
+    flops = {"flops": lambda m, n, parts, number: -(-100 // parts)}
+    found = candidates(*costs)
+    known = [Candidate(**{**vars(c), "flops": 100}) for c in found]
+    return choose_ranks(
+        known,
+        ranks=ranks,
+        ranks_per_node=per_node or ranks,
+        sharing=sharing(**(flops | changes)),
+        buffer_bytes=UNBOUNDED,
+    ).ranks
+
+
+def test_only_what_is_above_the_mean_is_shared() -> None:
+    """One of 100 and seven of 20 on four ranks: the mean is 60, and 25 + 2 x 20 is reached."""
+    found = chosen(100, *[20] * 7, ranks=4)
+    assert [len(ranks) for ranks in found] == [4, *[1] * 7]
+    loads = [0] * 4
+    for cost_of, ranks in zip((100, *[20] * 7), found, strict=True):
+        for rank in ranks:
+            loads[rank] += cost_of // len(ranks)
+    assert max(loads) == 65
+
+
+def test_nothing_is_shared_where_owners_are_even() -> None:
+    assert all(len(ranks) == 1 for ranks in chosen(*[50] * 8, ranks=4))
+
+
+def test_no_more_ranks_than_allowed_share() -> None:
+    assert {len(r) for r in chosen(100, ranks=8)} == {4}
+    assert {len(r) for r in chosen(100, ranks=8, most_ranks=2)} == {2}
+    assert {len(r) for r in chosen(100, ranks=3)} == {3}
+    assert {len(r) for r in chosen(100, ranks=8, most_ranks=1)} == {1}
+
+
+def test_a_small_matrix_is_not_shared() -> None:
+    assert {len(r) for r in chosen(100, ranks=8, min_flops=101)} == {1}
+    assert {len(r) for r in chosen(100, ranks=8, min_flops=100)} == {4}
+
+
+def test_messages_that_take_longer_than_they_save_are_not_sent() -> None:
+    """Three messages of some 10 x 10 elements of 4 bytes."""
+    assert {len(r) for r in chosen(100, ranks=8, flops_per_byte=1)} == {1}
+    one = candidates(100)[0]
+    costs = [
+        part_cost(one, sharing(flops=lambda m, n, k, j: 100 // k, flops_per_byte=f), 2)
+        for f in (0, 1, 2)
+    ]
+    assert costs[0] == 50
+    assert costs[2] - costs[1] == costs[1] - costs[0] > 0
+
+
+def test_ranks_of_a_matrix_are_on_one_node() -> None:
+    """Two matrices in four parts on two nodes of four."""
+    found = chosen(100, 100, ranks=8, per_node=4)
+    assert {tuple(rank // 4 for rank in ranks) for ranks in found} == {(0,) * 4, (1,) * 4}
+
+
+LARGE = [
+    Whole(name="layers.0.large", shape=(64, 64), tp_dim=0),
+    *(Whole(name=f"layers.{i}.small", shape=(16, 16), tp_dim=0) for i in range(1, 9)),
+]
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 4), (2, 2), (2, 3)])
+def test_a_plan_has_a_matrix_whole_or_in_parts(tp: int, dp: int) -> None:
+    plan = plan_of(stage_of(LARGE, tp=tp, dp=dp))
+    assert [plan.matrices[s.index].name for s in plan.shared] == ["layers.0.large"]
+    in_waves = [index for wave in plan.waves for index in wave]
+    assert sorted(in_waves + [s.index for s in plan.shared]) == list(range(len(plan.matrices)))
+    (matrix,) = plan.shared
+    assert len(set(matrix.ranks)) == len(matrix.ranks) == 4
+    assert sum(load.matrices for load in plan.loads) == len(plan.matrices)
+    reached, bound = plan.balance
+    assert bound <= reached < stage_of(LARGE, tp=tp, dp=dp).plan().balance[0]
+
+
+def test_no_rank_has_two_parts_in_one_wave() -> None:
+    entries = [Whole(name=f"layers.{i}.large", shape=(64, 64), tp_dim=0) for i in range(3)]
+    plan = plan_of(stage_of(entries, tp=1, dp=5))
+    assert plan.shared
+    for wave in plan.shared_waves:
+        ranks = [rank for position in wave for rank in plan.shared[position].ranks]
+        assert len(ranks) == len(set(ranks))
+    positions = sorted(position for wave in plan.shared_waves for position in wave)
+    assert positions == list(range(len(plan.shared)))
+
+
+def test_a_bound_on_buffers_is_kept_or_told() -> None:
+    """With less memory fewer waves fly at once; with too little the matrix is not shared."""
+    stage = stage_of(LARGE, tp=2, dp=2)
+    free = plan_of(stage)
+    most = max(load.peak_buffer_bytes for load in free.loads)
+    for part in (1.0, 0.9, 0.8, 0.7, 0.6, 0.5):
+        try:
+            plan = plan_of(stage, buffer_bytes=int(most * part))
+        except ValueError as error:
+            assert "--matrix-exchange-buffer-mb" in str(error)
+            break
+        assert max(load.peak_buffer_bytes for load in plan.loads) <= int(most * part)
+    else:
+        raise AssertionError("no bound was too small")
+
+
+def test_sharing_is_part_of_the_digest() -> None:
+    stage = stage_of(LARGE, tp=2, dp=2)
+    digests = {
+        plan_of(stage).digest,
+        plan_of(stage, most_ranks=1).digest,
+        plan_of(stage, most_ranks=2).digest,
+        plan_of(stage, ranks_per_node=2).digest,
+        plan_of(stage, itemsize=2).digest,
+    }
+    assert len(digests) == 5
+
+
+def _calls(work: Callable[[], object]) -> int:
+    """Python functions entered by some work."""
+    count = 0
+
+    def tell(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(tell)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_planning_does_not_grow_with_the_square_of_the_ranks() -> None:
+    """Four times the ranks, four times the work, searching and messages included."""
+
+    def entries() -> Iterator[Whole]:
+        for i in range(4):
+            yield Whole(name=f"layers.{i}.qkv", shape=(256, 64), tp_dim=0)
+            yield Whole(name=f"layers.{i}.fc2", shape=(64, 512), tp_dim=1)
+
+    counts = {}
+    for dp in (64, 256):
+        stage = stage_of(list(entries()), tp=8, dp=dp, bucket=10**6)
+        counts[dp] = _calls(lambda stage=stage: plan_of(stage).loads)
+    assert counts[256] < 5 * counts[64]
