@@ -88,7 +88,7 @@ class MatrixChainedOptimizer(ChainedOptimizer):
             )
         param_state: dict[str, Any] = {RIGHT_FACTOR: {}}
         for child in self.chained_optimizers:
-            found = child.param_state_in_model_space(parts, mixed)
+            found = child.param_state_in_model_space(parts, mixed, is_loading=is_loading)
             param_state[RIGHT_FACTOR] |= found.pop(RIGHT_FACTOR, {})
             param_state |= found
         return {

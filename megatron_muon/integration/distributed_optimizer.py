@@ -220,7 +220,7 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
         return found
 
     def param_state_in_model_space(
-        self, parts: StoredParts, mixed: Collection[str]
+        self, parts: StoredParts, mixed: Collection[str], *, is_loading: bool
     ) -> dict[str, Any]:
         """This rank's ranges of all state, see ``checkpoint_state``; views, nothing is gathered.
 
@@ -228,6 +228,8 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
             parts: Where the parameters of the model are stored.
             mixed: Keys of tensors whose layers have different states, because a rule sends some
                 of them to another optimizer; these layers are stored one by one.
+            is_loading: True to give memory of its own to what the model part is loaded over: the
+                weights of a checkpoint may be rounded, and fp32 masters are views of fp32 weights.
         """
         if self.is_stub_optimizer:
             return {}
@@ -239,9 +241,12 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
                 part.alone(name) if part.tensor.key in mixed else part for part in parts[parameter]
             )
             start = self._get_model_param_range_map(parameter)["param"].start
+            states = self._states(parameter)
+            if is_loading and _share_memory(states[MASTER], parameter):
+                states[MASTER] = torch.empty_like(states[MASTER])
             found[name] = {
                 state: sharded_range(state, values, start, stored, instance=instance)
-                for state, values in self._states(parameter).items()
+                for state, values in states.items()
             }
         if self.exchange is not None:
             factors = self.exchange.right_factors
@@ -273,6 +278,10 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
                 if isinstance(value, torch.Tensor) and key != "step"
             },
         }
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def _require_same_optimizer(current: Sequence[dict[str, Any]], saved: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,70 @@ def test_bf16_weights_are_their_masters_on_every_replica(
         ranks(elsewhere.world_size, check, elsewhere, tmp_path / "a", whole, nothing)
 
 
+@pytest.mark.parametrize(
+    ("then", "now"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str
+)
+def test_weights_of_another_dtype(
+    ranks: Ranks, tmp_path: Path, then: torch.dtype, now: torch.dtype
+) -> None:
+    """Masters keep every bit, though fp32 masters are views of weights that were rounded."""
+    whole = saved(ranks, run_at(Layout(tp=2), config=DMUON, dtype=then), tmp_path / "a")
+    loading = run_at(Layout(dp=3), config=DMUON, dtype=now)
+    ranks(3, _holds, loading, tmp_path / "a", whole, nothing)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("then", "now"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_right_factors_of_another_dtype(ranks: Ranks, tmp_path: Path, then: str, now: str) -> None:
+    saving = run_at(Layout(tp=2), config=replace(ORTH_DION, state_dtype=then))
+    whole = saved(ranks, saving, tmp_path / "a")
+    kept = {"fp32": torch.float32, "bf16": torch.bfloat16}[now]
+    whole = {k: t.to(kept) if k[0] == "right_factor" else t for k, t in whole.items()}
+    loading = run_at(Layout(dp=3), config=replace(ORTH_DION, state_dtype=now))
+    ranks(3, _holds, loading, tmp_path / "a", whole, nothing)
+
+
+ONE_EXPERT = "decoder.layers.1.mlp.experts.local_experts.2.linear_fc2.weight"
+
+
+@pytest.mark.slow
+def test_a_rule_on_one_expert(ranks: Ranks, tmp_path: Path) -> None:
+    config = MatrixConfig(min_dim=1, rules=(Rule(pattern=ONE_EXPERT, optimizer="adam"),))
+    saving = run_at(Layout(dp=2, ep=2), config=config, model="moe")
+    whole = saved(ranks, saving, tmp_path / "a", to_adam=ONE_EXPERT)
+    assert ("exp_avg", ONE_EXPERT) in whole
+    for layout in (Layout(), Layout(dp=4, ep=4), Layout(tp=2, dp=2, ep=2, etp=1), Layout(pp=2)):
+        loading = run_at(layout, config=config, model="moe")
+        check = functools.partial(_holds, to_adam=ONE_EXPERT)
+        ranks(loading.world_size, check, loading, tmp_path / "a", whole, nothing)
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_another_number_of_layers_is_told(ranks: Ranks, tmp_path: Path, layers: int) -> None:
+    whole = saved(ranks, run_at(Layout(tp=2), config=DMUON), tmp_path / "a")
+    other = run_at(Layout(pp=2), config=DMUON, options=(("layers", layers),))
+    with pytest.raises(RankFailed) as failed:
+        ranks(2, _holds, other, tmp_path / "a", whole, install)
+    assert len(failed.value.reports) == 2
+    assert all("it is another model" in report for report in failed.value.reports.values())
+
+
+def _save_at_once(rank: int, run: Run, folder: Path) -> Whole:
+    chunks, optimizer, schedule = build(run)
+    save(chunks, optimizer, schedule, folder)
+    return whole_state(chunks, optimizer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [DMUON, ORTH_DION], ids=["dmuon", "orth_dion"])
+def test_a_save_before_the_first_step(ranks: Ranks, tmp_path: Path, config: MatrixConfig) -> None:
+    states = ranks(4, _save_at_once, run_at(Layout(tp=2, dp=2), config=config), tmp_path / "a")
+    whole = {key: tensor for state in states for key, tensor in state.items()}
+    for layout in (Layout(pp=2), Layout(dp=3)):
+        loading = run_at(layout, config=config)
+        ranks(loading.world_size, _holds, loading, tmp_path / "a", whole, nothing)
+
+
 @pytest.mark.slow
 def test_dp_reshardable_continues_at_every_layout_too(ranks: Ranks, tmp_path: Path) -> None:
     layouts = (Layout(tp=2, dp=2), Layout(pp=2, vpp=2), Layout(dp=3))
@@ -200,8 +265,6 @@ def test_a_save_copies_no_state(ranks: Ranks) -> None:
 
 
 def swap_gate_and_up() -> None:
-    from dataclasses import replace
-
     from megatron_muon.integration import chained_optimizer
 
     right = chained_optimizer.stored_parts
