@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron_muon.benchmark.kernels import median_ms
+from megatron_muon.benchmark.timing import median_ms
 from megatron_muon.linalg import Schedule, Workspace, coefficient_schedule, orthogonalize_
 from megatron_muon.placement import CostTable, MeasuredCost
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron_muon.benchmark.steps import clock, polynomial_of
+from megatron_muon.benchmark.steps import polynomial_of
+from megatron_muon.benchmark.timing import median_ms
 from megatron_muon.linalg import (
     COEFFICIENT_SETS,
     Segments,
@@ -47,17 +47,6 @@ class KernelRow:
     gflop: float | None
     gemm_share: float | None
     error: float
-
-
-def median_ms(work: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Median time of some work in milliseconds, after a first time that is not counted."""
-    work()
-    seconds = []
-    for _ in range(rounds):
-        start = clock(device)
-        work()
-        seconds.append(clock(device) - start)
-    return 1e3 * statistics.median(seconds)
 
 
 def gemm_rate(device: torch.device, rounds: int) -> float:

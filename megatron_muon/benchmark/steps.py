@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_muon.benchmark.timing import clock
 from megatron_muon.exchange.measuring import SentBytes, slowest, wait_for_all, whole
 from megatron_muon.integration.contenders import (
     LR,
@@ -60,13 +60,6 @@ class Measurement:
     def median(self) -> float:
         """Median of the seconds."""
         return statistics.median(self.seconds)
-
-
-def clock(device: torch.device) -> float:
-    """Seconds, after all work of the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def tokens_of(batch: int, size: ModelSize, device: torch.device, seed: int) -> torch.Tensor:
