@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_muon.matrices import Rule
+from megatron_muon.matrices import Family, Packing, RowPacking, Rule, SplitMode
 
 OPTIMIZERS = ("dmuon", "orth_dion")
 """Values that we add to ``--optimizer``."""
@@ -113,3 +113,21 @@ class MatrixConfig:
     def __post_init__(self) -> None:
         if not self.scale_mode:
             object.__setattr__(self, "scale_mode", SCALE_MODE.get(self.optimizer, "spectral"))
+
+    def split_of(self, family: Family, packing: Packing, rule: Rule) -> SplitMode:
+        """What the rows of a parameter are cut into; the user's rule comes first."""
+        if packing.rows is RowPacking.WHOLE:
+            return "none"
+        if rule.split is not None and rule.split != "default":
+            return rule.split
+        wanted = {
+            "qkv": self.split_qkv,
+            "gate_up": self.split_gate_up,
+            "mla": self.split_mla,
+            "ssm": self.split_ssm,
+            "": False,
+        }[family]
+        if not wanted:
+            return "none"
+        by_heads = self.split_heads and packing.rows is RowPacking.UNITS
+        return "heads" if by_heads else "parts"

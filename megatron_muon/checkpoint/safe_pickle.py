@@ -40,7 +40,8 @@ class InertType(type):
     global_name: str
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        made = cls.__new__(cls, *args, **kwargs)
+        """A stand-in of this type."""
+        made: Any = Inert.__new__(cls, *args, **kwargs)  # type: ignore[type-var]
         made.is_called = True
         return made
 
@@ -54,6 +55,7 @@ class Inert(metaclass=InertType):
     """An object of a type that is not on the allow-list: what a pickle says of it, nothing more."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Without a call (a pickle's NEWOBJ)."""
         made = object.__new__(cls)
         made.is_called = False
         made.args, made.kwargs = args, kwargs

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megatron_muon.integration.packings import Family, packing_of
-from megatron_muon.matrices import WHOLE, Packing, ParameterFacts
+from megatron_muon.integration.packings import packing_of
+from megatron_muon.matrices import WHOLE, Family, Packing, ParameterFacts
 
 TIED_EMBEDDING = "embedding.word_embeddings.weight"
 """Megatron's name of the embedding that the output layer may share."""

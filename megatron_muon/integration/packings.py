@@ -1,21 +1,23 @@
 """How Megatron packs several matrices into the rows of one parameter, told from module and config.
 
-What ``partition_stride`` says is not used: it is always 1 on experts, gated or not. Sources, all
-in megatron-core 0.19: ``SelfAttention.get_query_key_value_tensors``, ``CrossAttention``,
-``MLASelfAttention``, ``MLP``, ``TEGroupedMLP``, ``MambaMixer.__init__``, ``_GDNBase``.
+What ``partition_stride`` says is not used: it is always 1 on experts, gated or not. Sources, in
+megatron-core 0.19: ``MambaMixer.__init__``, ``_GDNBase``, and those of ``matrices.known_packings``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from megatron_muon.matrices import WHOLE, Packing, RowPacking, RowPart
-
-Family = Literal["qkv", "gate_up", "mla", "ssm", ""]
-"""Which setting decides whether a packed parameter is split; empty for one that is not packed."""
+from megatron_muon.matrices import (
+    WHOLE,
+    Family,
+    Packing,
+    RowPacking,
+    RowPart,
+    packing_by_name,
+)
 
 MAMBA_PARTS = ("z", "x", "B", "C", "dt")
 
@@ -34,10 +36,9 @@ def packing_of(
     name = module_path.rpartition(".")[2]
     config = getattr(parent, "config", None)
     rows = parameter.shape[-2] * cut
-    if config is not None and name in _BY_NAME:
-        family, pack = _BY_NAME[name]
-        packing = pack(config, rows)
-        return (family, packing) if packing.parts else ("", WHOLE)
+    known = None if config is None else packing_by_name(name, config, rows)
+    if known is not None:
+        return known
     sizes = getattr(parameter, "partition_sizes", None)
     if sizes is not None:
         names = MAMBA_PARTS if len(sizes) == len(MAMBA_PARTS) else _numbers(len(sizes))
@@ -46,69 +47,6 @@ def packing_of(
         names = tuple(parent.in_proj_split_names)
         return "ssm", _blocks(names, parent.in_proj_split_sections, cut)
     return "", WHOLE
-
-
-def _qkv(config: Any, rows: int) -> Packing:
-    heads = config.num_attention_heads // config.num_query_groups
-    query = heads * config.kv_channels
-    gate = (("gate", query, heads),) if getattr(config, "attention_output_gate", False) else ()
-    return _units(
-        ("q", query, heads), *gate, ("k", config.kv_channels, 1), ("v", config.kv_channels, 1)
-    )
-
-
-def _cross_kv(config: Any, rows: int) -> Packing:
-    return _units(("k", config.kv_channels, 1), ("v", config.kv_channels, 1))
-
-
-def _gate_up(config: Any, rows: int) -> Packing:
-    if not getattr(config, "gated_linear_unit", False):
-        return WHOLE
-    halves = (RowPart(name="gate", rows=rows // 2), RowPart(name="up", rows=rows // 2))
-    return Packing(rows=RowPacking.BLOCKS, parts=halves)
-
-
-def _mla_query(config: Any, rows: int) -> Packing:
-    return _units(("nope", config.qk_head_dim, 1), ("rope", config.qk_pos_emb_head_dim, 1))
-
-
-def _mla_kv_up(config: Any, rows: int) -> Packing:
-    return _units(("k", config.qk_head_dim, 1), ("v", config.v_head_dim, 1))
-
-
-def _mla_kv_down(config: Any, rows: int) -> Packing:
-    # One unit and not blocks: where TP cuts it at all, it cuts the rows through both parts.
-    return _units(("latent", config.kv_lora_rank, 1), ("rope", config.qk_pos_emb_head_dim, 1))
-
-
-def _mla_qkv_down(config: Any, rows: int) -> Packing:
-    return _units(
-        ("q_latent", config.q_lora_rank, 1),
-        ("latent", config.kv_lora_rank, 1),
-        ("rope", config.qk_pos_emb_head_dim, 1),
-    )
-
-
-_BY_NAME: dict[str, tuple[Family, Callable[[Any, int], Packing]]] = {
-    "linear_qkv": ("qkv", _qkv),
-    "linear_kv": ("qkv", _cross_kv),
-    "linear_fc1": ("gate_up", _gate_up),
-    "linear_q_proj": ("mla", _mla_query),
-    "linear_q_up_proj": ("mla", _mla_query),
-    "linear_kv_up_proj": ("mla", _mla_kv_up),
-    "linear_kv_down_proj": ("mla", _mla_kv_down),
-    "linear_qkv_down_proj": ("mla", _mla_qkv_down),
-}
-
-
-def _units(*parts: tuple[str, int, int]) -> Packing:
-    """Parts (name, rows, heads) of every unit; a part without rows does not exist."""
-    return Packing(
-        rows=RowPacking.UNITS,
-        parts=tuple(
-            RowPart(name=name, rows=rows, heads=heads) for name, rows, heads in parts if rows
-        ),
-    )
 
 
 def _blocks(names: tuple[str, ...], local_rows: Any, cut: int) -> Packing:

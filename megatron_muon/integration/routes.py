@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_muon.config import MatrixConfig
 from megatron_muon.integration.model_parameters import ModelParameter
-from megatron_muon.matrices import Route, RowPacking, Rule, SplitMode, merged_rule, route
+from megatron_muon.matrices import Route, Rule, SplitMode, merged_rule, route
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,25 +44,6 @@ def route_all(
         except ValueError as error:
             problems.append(str(error))
             continue
-        split = split_mode(parameter, rule, settings)
+        split = settings.split_of(parameter.family, parameter.packing, rule)
         routed.append(RoutedParameter(parameter=parameter, route=chosen, rule=rule, split=split))
     return routed, problems
-
-
-def split_mode(parameter: ModelParameter, rule: Rule, settings: MatrixConfig) -> SplitMode:
-    """What the rows of a parameter are cut into; the user's rule comes first."""
-    if parameter.packing.rows is RowPacking.WHOLE:
-        return "none"
-    if rule.split is not None and rule.split != "default":
-        return rule.split
-    wanted = {
-        "qkv": settings.split_qkv,
-        "gate_up": settings.split_gate_up,
-        "mla": settings.split_mla,
-        "ssm": settings.split_ssm,
-        "": False,
-    }[parameter.family]
-    if not wanted:
-        return "none"
-    by_heads = settings.split_heads and parameter.packing.rows is RowPacking.UNITS
-    return "heads" if by_heads else "parts"

@@ -3,8 +3,16 @@
 Data and pure functions; nothing here knows torch, Megatron or a process group.
 """
 
+from megatron_muon.matrices.known_packings import Family, packing_by_name
 from megatron_muon.matrices.logical import Block, LogicalMatrix, logical_matrices, natural_key
-from megatron_muon.matrices.packing import WHOLE, Packing, RowPacking, RowPart, SplitMode
+from megatron_muon.matrices.packing import (
+    WHOLE,
+    Packing,
+    RowPacking,
+    RowPart,
+    SplitMode,
+    intervals,
+)
 from megatron_muon.matrices.parameter import ShardedParameter, data_parallel_ranges
 from megatron_muon.matrices.routing import ParameterFacts, Route, default_route, route
 from megatron_muon.matrices.rules import (
@@ -18,6 +26,7 @@ from megatron_muon.matrices.rules import (
 __all__ = [
     "WHOLE",
     "Block",
+    "Family",
     "LogicalMatrix",
     "Packing",
     "ParameterFacts",
@@ -29,10 +38,12 @@ __all__ = [
     "SplitMode",
     "data_parallel_ranges",
     "default_route",
+    "intervals",
     "load_rules",
     "logical_matrices",
     "merged_rule",
     "natural_key",
+    "packing_by_name",
     "parse_rule",
     "route",
     "unmatched_rules",

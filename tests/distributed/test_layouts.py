@@ -70,12 +70,11 @@ class TestAWrongVariantFails:
     def test_packed_rows_as_one_matrix(
         self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, linear: str, run: Run
     ) -> None:
-        from megatron_muon.integration import packings
-        from megatron_muon.matrices import WHOLE
+        from megatron_muon.matrices import WHOLE, known_packings
 
         assert self.error(ranks, run) < 1e-5
-        family, _ = packings._BY_NAME[linear]
-        monkeypatch.setitem(packings._BY_NAME, linear, (family, lambda config, rows: WHOLE))
+        family, _ = known_packings._BY_NAME[linear]
+        monkeypatch.setitem(known_packings._BY_NAME, linear, (family, lambda config, rows: WHOLE))
         assert self.error(ranks, run) > 1e-2
 
     def test_experts_exchanged_among_half_their_ranks(

@@ -28,7 +28,7 @@ ALLOWED = {
     "placement": {"matrices", "linalg"},
     "exchange": {"placement", "matrices"},
     "optim": {"linalg", "exchange", "placement", "matrices"},
-    "checkpoint": {"matrices", "config"},
+    "checkpoint": {"matrices", "config", "linalg", "optim"},
     "config": {"matrices"},
     "integration": {
         "linalg",
@@ -58,7 +58,19 @@ ALLOWED_DISTRIBUTED = {
         "FileSystemReader",
         "TensorStorageMetadata",
         "CheckpointException",
-    }
+    },
+    # Classes that a checkpoint's index is made of; none of them needs a process group.
+    "checkpoint": {
+        "_MEM_FORMAT_ENCODING",
+        "_StorageInfo",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    },
 }
 WITHOUT_TORCH = ("matrices", "placement", "config", "launch", "__init__")
 VAGUE_NAMES = {"utils", "util", "misc", "helpers", "helper", "common"}
