@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import os
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,10 @@ _CLASSES = (
 _NAMES: Mapping[tuple[str, str], Any] = {
     (kind.__module__, kind.__qualname__): kind for kind in _CLASSES
 }
+
+
+Offset = tuple[int, ...]
+"""An index or a size along every axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,3 +192,44 @@ def _place(info: _StorageInfo) -> Place:
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise CheckpointError(f"the index names a file outside of the checkpoint: {name}.")
     return Place(file=name, start=int(info.offset), length=int(info.length))
+
+
+def write_index(
+    path: Path,
+    entries: Iterable[tuple[str, tuple[int, ...], torch.dtype, Sequence[tuple[Offset, Offset]]]],
+    places: Mapping[tuple[str, Offset | None], Place],
+) -> None:
+    """Write ``.metadata``.
+
+    Args:
+        path: The file.
+        entries: Key, shape, element type and the (offset, shape) of all chunks of every tensor.
+        places: Where everything was written, by key and offset (None of what is no tensor).
+    """
+    state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
+        key: TensorStorageMetadata(
+            properties=TensorProperties(dtype=dtype),
+            size=torch.Size(shape),
+            chunks=[
+                ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(size))
+                for offset, size in chunks
+            ],
+        )
+        for key, shape, dtype, chunks in entries
+    }
+    storage = {}
+    for (key, offset), place in places.items():
+        if offset is None:
+            state[key] = BytesStorageMetadata()
+        index = MetadataIndex(key, None if offset is None else torch.Size(offset))
+        storage[index] = _StorageInfo(place.file, place.start, place.length)
+    metadata = Metadata(
+        state_dict_metadata=state,
+        planner_data=None,
+        storage_data=storage,
+        storage_meta=StorageMeta(),
+    )
+    with path.open("wb") as stream:
+        pickle.dump(metadata, stream)
+        stream.flush()
+        os.fsync(stream.fileno())

@@ -41,7 +41,7 @@ class InertType(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """A stand-in of this type."""
-        made: Any = Inert.__new__(cls, *args, **kwargs)  # type: ignore[type-var]
+        made: Any = Inert.__new__(cls, *args, **kwargs)  # type: ignore[arg-type]
         made.is_called = True
         return made
 
@@ -211,7 +211,7 @@ class _Unpickler(pickle.Unpickler):
         if key not in self._storages:
             dtype = storage.dtype or torch.uint8
             untyped = _read_storage(self._archive, f"{self._root}/data/{key}", numel, dtype)
-            self._storages[key] = torch.TypedStorage(
+            self._storages[key] = torch.TypedStorage(  # type: ignore[no-untyped-call]
                 wrap_storage=untyped, dtype=dtype, _internal=True
             )
         return self._storages[key]
@@ -313,7 +313,7 @@ def _load(unpickler: _Unpickler, source: str) -> Loaded:
     return Loaded(value=value, inert=names)
 
 
-class _Pickler(pickle._Pickler):  # type: ignore[name-defined,misc]
+class _Pickler(pickle._Pickler):
     """Writes stand-ins as what they stand for; in Python, for only that can be taught it."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -331,11 +331,11 @@ class _Pickler(pickle._Pickler):  # type: ignore[name-defined,misc]
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if not isinstance(obj, InertType):
-            super().save_global(obj, name)
+            super().save_global(obj, name)  # type: ignore[misc]
             return
         names = f"{obj.module_name}\n{obj.global_name}\n".encode()
-        self.write(pickle.GLOBAL + names)
-        self.memoize(obj)
+        self.write(pickle.GLOBAL + names)  # type: ignore[attr-defined]
+        self.memoize(obj)  # type: ignore[attr-defined]
 
 
 def _items(obj: Inert) -> Iterator[tuple[Any, Any]] | None:

@@ -1,0 +1,369 @@
+"""Writes a distributed checkpoint: several data files, several processes, all or nothing.
+
+Everything goes into a folder beside the target, which gets its name when the last byte is on disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from megatron_muon.checkpoint.errors import CheckpointError
+from megatron_muon.checkpoint.index import INDEX_FILE, Place, write_index
+from megatron_muon.checkpoint.manifest import MANIFEST_FILE, manifest
+from megatron_muon.checkpoint.outputs import Bytes, OutBlob, OutChunk, Output
+from megatron_muon.checkpoint.reading import COMMON_FILE, COMMON_KEY, TRACKER, Checkpoint
+from megatron_muon.checkpoint.safe_pickle import dump_torch
+
+PIECE = 1 << 22
+"""Bytes that are copied at once."""
+
+FILE_BYTES = 2 << 30
+"""Size of a data file, about; every file is written by one process."""
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes written so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Item:
+    """One entry of a data file; a tensor's chunk, or (without chunk) a blob."""
+
+    key: str
+    dtype: torch.dtype | None
+    content: OutChunk | OutBlob
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Written:
+    """What a process has put into one data file.
+
+    Attributes:
+        file: Its name.
+        digest: SHA-256 of the file.
+        places: Of every entry, by key and offset (None of a blob).
+    """
+
+    file: str
+    digest: str
+    places: dict[tuple[str, tuple[int, ...] | None], Place]
+
+
+def write_checkpoint(
+    folder: Path,
+    output: Output,
+    *,
+    source: Checkpoint | None = None,
+    overwrite: bool = False,
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> None:
+    """Write a checkpoint, or leave nothing.
+
+    Args:
+        folder: The folder of the iteration, ``…/iter_0000100``.
+        output: What goes into it.
+        source: The checkpoint that it is made from.
+        overwrite: Replace a checkpoint that is there.
+        workers: Number of processes that write; 1 for this one alone.
+        progress: Told now and then how many bytes are written.
+
+    Raises:
+        CheckpointError: The folder exists, the disk is full, the source is damaged.
+    """
+    if source is not None and folder.resolve() == source.folder.resolve():
+        raise CheckpointError(f"{folder} is the source itself; name another folder.")
+    if folder.exists() and not overwrite:
+        raise CheckpointError(f"{folder} exists; type --overwrite to replace it.")
+    with _told_in_a_sentence(folder), _beside(folder) as staging:
+        written = _write_files(staging, output, source, workers, progress or (lambda done: None))
+        digests = {entry.file: entry.digest for entry in written}
+        places = {at: place for entry in written for at, place in entry.places.items()}
+        if output.common_in_file:
+            digests[COMMON_FILE] = _write(staging / COMMON_FILE, dump_torch(output.common))
+        entries = (
+            (t.key, t.shape, t.dtype, [(c.offset, c.shape) for c in t.chunks])
+            for t in output.tensors
+        )
+        write_index(staging / INDEX_FILE, entries, places)
+        digests[INDEX_FILE] = _digest_of(staging / INDEX_FILE)
+        text = json.dumps(output.backend).encode()
+        digests["metadata.json"] = _write(staging / "metadata.json", text)
+        listed = manifest(output, digests, None if source is None else source.folder)
+        _write(staging / MANIFEST_FILE, json.dumps(listed, indent=1).encode())
+        _sync_folder(staging)
+        _take_name(staging, folder)
+
+
+def write_tracker(root: Path, step: int) -> None:
+    """Let a run that loads from ``root`` find this iteration."""
+    with _told_in_a_sentence(root):
+        staging = root / f".{TRACKER}.{os.getpid()}"
+        try:
+            staging.write_text(str(step), encoding="utf-8")
+            staging.replace(root / TRACKER)
+        finally:
+            staging.unlink(missing_ok=True)
+
+
+# ---- all or nothing ---------------------------------------------------------------------------
+
+
+@contextmanager
+def _beside(folder: Path) -> Iterator[Path]:
+    """A new folder beside another, gone at the end unless it was renamed."""
+    made = [parent for parent in folder.parents if not parent.exists()]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    staging = folder.with_name(f".{folder.name}.writing.{os.getpid()}")
+    staging.mkdir()
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        if not folder.exists():
+            for parent in made:
+                if not any(parent.iterdir()):
+                    parent.rmdir()
+
+
+def _take_name(staging: Path, folder: Path) -> None:
+    old = None
+    if folder.exists():
+        old = folder.with_name(f".{folder.name}.replaced.{os.getpid()}")
+        folder.rename(old)
+    try:
+        staging.rename(folder)
+    except OSError:
+        if old is not None:
+            old.rename(folder)
+        raise
+    _sync_folder(folder.parent)
+    if old is not None:
+        shutil.rmtree(old)
+
+
+@contextmanager
+def _told_in_a_sentence(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except BrokenProcessPool as error:
+        raise CheckpointError(
+            f"a process that wrote {folder} was killed, perhaps for want of memory: type "
+            "--workers 1."
+        ) from error
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        more = "; free some space, or name another disk" if full else ""
+        raise CheckpointError(
+            f"{folder} cannot be written ({error.strerror or error}), and nothing was left of "
+            f"it{more}."
+        ) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# ---- data files -------------------------------------------------------------------------------
+
+
+def _write_files(
+    staging: Path, output: Output, source: Checkpoint | None, workers: int, progress: Progress
+) -> list[_Written]:
+    items = [
+        _Item(
+            key=tensor.key,
+            dtype=tensor.dtype,
+            content=chunk,
+            nbytes=math.prod(chunk.shape) * tensor.dtype.itemsize,
+        )
+        for tensor in output.tensors
+        for chunk in tensor.chunks
+    ]
+    blobs = list(output.blobs)
+    if not output.common_in_file:
+        # A sharded object stands in a list.
+        blobs.append(OutBlob(key=COMMON_KEY, content=dump_torch([output.common])))
+    for blob in blobs:
+        size = len(blob.content) if isinstance(blob.content, bytes) else blob.content.length
+        items.append(_Item(key=blob.key, dtype=None, content=blob, nbytes=size))
+    total = sum(item.nbytes for item in items)
+    count = min(len(items), max(workers, -(-total // FILE_BYTES)))
+    files = {f"__{number}_0.distcp": part for number, part in enumerate(_spread(items, count))}
+    if workers == 1:
+        counter = _Counter(progress)
+        return [_write_file(staging / n, part, source, counter.add) for n, part in files.items()]
+    return _in_processes(staging, files, source, workers, progress)
+
+
+def _spread(items: Sequence[_Item], count: int) -> list[list[_Item]]:
+    """The items in so many parts of about equal size; each stays in order."""
+    parts: list[list[_Item]] = [[] for _ in range(count)]
+    sizes = [0] * count
+    for item in sorted(items, key=lambda item: -item.nbytes):
+        smallest = min(range(count), key=sizes.__getitem__)
+        parts[smallest].append(item)
+        sizes[smallest] += item.nbytes
+    return parts
+
+
+class _Counter:
+    def __init__(self, progress: Progress) -> None:
+        self._progress, self._done = progress, 0
+
+    def add(self, count: int) -> None:
+        self._done += count
+        self._progress(self._done)
+
+
+_shared: Any = None
+"""In a worker process: the bytes that all of them have written."""
+
+
+def _start_worker(shared: Any) -> None:
+    global _shared
+    _shared = shared
+    torch.set_num_threads(1)
+
+
+def _add_shared(count: int) -> None:
+    with _shared.get_lock():
+        _shared.value += count
+
+
+def _work(path: Path, items: list[_Item], source: Checkpoint | None) -> _Written:
+    return _write_file(path, items, source, _add_shared)
+
+
+def _in_processes(
+    staging: Path,
+    files: dict[str, list[_Item]],
+    source: Checkpoint | None,
+    workers: int,
+    progress: Progress,
+) -> list[_Written]:
+    context = multiprocessing.get_context("fork")
+    shared = context.Value("q", 0)
+    with ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_start_worker, initargs=(shared,)
+    ) as pool:
+        waiting: set[Future[_Written]] = {
+            pool.submit(_work, staging / name, part, source) for name, part in files.items()
+        }
+        done: list[_Written] = []
+        try:
+            while waiting:
+                finished, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
+                done += [future.result() for future in finished]
+                progress(shared.value)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+    return sorted(done, key=lambda entry: entry.file)
+
+
+class _HashingFile:
+    """A file that is hashed as it is written."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._hash = hashlib.sha256()
+        self.position = 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._stream.write(view)
+        self._hash.update(view)
+        self.position += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    @property
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+
+def _write_file(
+    path: Path, items: Sequence[_Item], source: Checkpoint | None, add: Progress
+) -> _Written:
+    places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+    with path.open("wb", buffering=0) as stream:
+        file = _HashingFile(stream)
+        for item in items:
+            start = file.position
+            _write_item(file, item, source)
+            content = item.content
+            offset = content.offset if isinstance(content, OutChunk) else None
+            length = file.position - start
+            places[item.key, offset] = Place(file=path.name, start=start, length=length)
+            add(item.nbytes)
+        os.fsync(stream.fileno())
+    return _Written(file=path.name, digest=file.digest, places=places)
+
+
+def _write_item(file: _HashingFile, item: _Item, source: Checkpoint | None) -> None:
+    content = item.content
+    if isinstance(content, OutBlob):
+        if isinstance(content.content, bytes):
+            file.write(content.content)
+        else:
+            _copy_bytes(file, content.content, source)
+        return
+    if isinstance(content.value, Bytes):
+        _copy_bytes(file, content.value.place, source)
+        return
+    assert item.dtype is not None
+    values = content.value.tensor(source, content.shape, item.dtype)
+    if tuple(values.shape) != content.shape or values.dtype != item.dtype:
+        raise CheckpointError(
+            f"{item.key} came out as {values.dtype} {tuple(values.shape)}, and is to be "
+            f"{item.dtype} {content.shape}."
+        )
+    if values.untyped_storage().nbytes() != values.numel() * values.dtype.itemsize:
+        values = values.clone()  # torch.save would write the whole storage of a view
+    torch.save(values.contiguous(), file)  # type: ignore[arg-type]
+
+
+def _copy_bytes(file: _HashingFile, place: Place, source: Checkpoint | None) -> None:
+    assert source is not None, "bytes are those of a source"
+    with (source.folder / place.file).open("rb", buffering=0) as stream:
+        stream.seek(place.start)
+        left = place.length
+        while left:
+            piece = stream.read(min(left, PIECE))
+            if not piece:
+                raise CheckpointError(f"{place.file} of {source.folder} ends too early.")
+            file.write(piece)
+            left -= len(piece)
+
+
+def _write(path: Path, data: bytes) -> str:
+    with path.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return hashlib.sha256(data).hexdigest()
+
+
+def _digest_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
