@@ -19,13 +19,16 @@ MOMENTUM = "momentum_buffer"
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
 """Adam's two moments."""
 
+MASTER_OF_ADAM = "param"
+"""Name of the master weights in megatron-core's ``fully_reshardable`` state of Adam."""
+
 RIGHT_FACTOR = "right_factor"
 """Orth-Dion's V of a logical matrix."""
 
 STATES = (MASTER, MOMENTUM, *ADAM_STATES, RIGHT_FACTOR)
 
 _KEY = re.compile(
-    rf"(?:chained_(?P<chained>\d+)\.)?optimizer\.state\.(?P<state>{'|'.join(STATES)})\.(?P<name>.+)"
+    rf"(?:chained_(?P<chained>\d+)\.)?optimizer\.state\.(?P<state>{'|'.join((*STATES, MASTER_OF_ADAM))})\.(?P<name>.+)"
 )
 
 

@@ -1,0 +1,156 @@
+"""The parameters of a model, told from the keys of its checkpoint and the arguments it was saved by.
+
+Megatron stacks the layers and the experts of a model into one tensor each; here they are taken
+apart again, and every parameter gets the name that it has in the model, which rules are matched
+with and right factors are stored under.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_muon.checkpoint.index import TensorInfo
+from megatron_muon.checkpoint.names import split_state_key
+from megatron_muon.checkpoint.reading import Checkpoint, CommonState
+from megatron_muon.matrices import WHOLE, Family, Packing, ParameterFacts, packing_by_name
+
+_STACKED_LAYERS = re.compile(r"\.layers\.(?!\d)")
+_EXPERTS = ".experts.experts."
+_LINEAR = re.compile(r"(^|\.)(linear_\w+|\w+_proj)\.weight(\.\w+)?$")
+"""Megatron's names of linear layers: linear_qkv, linear_fc1, eh_proj, in_proj, out_proj, …"""
+
+_NO_STATE = ("optimizer.", "chained_", "rng_state", "rerun_state_machine", "common_state")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredParameter:
+    """One parameter and its place in the model part of a checkpoint.
+
+    Attributes:
+        key: Key of the tensor that holds it.
+        index: Its index along the axes of layers and experts, none when it is the whole tensor.
+        facts: What routing looks at; its name is that in the model.
+        family: Which setting decides on its split.
+        packing: How its rows are packed.
+        problem: Why its packing is unknown, empty when it is known.
+    """
+
+    key: str
+    index: tuple[int, ...]
+    facts: ParameterFacts
+    family: Family = ""
+    packing: Packing = WHOLE
+    problem: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name in the model."""
+        return self.facts.name
+
+    def box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Offset and shape in the tensor."""
+        shape = self.facts.shape
+        return (*self.index, *(0 for _ in shape)), (*(1 for _ in self.index), *shape)
+
+
+def model_tensors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
+    """The tensors of the model part, by key."""
+    return {
+        key: info
+        for key, info in checkpoint.tensors.items()
+        if split_state_key(key) is None and not key.startswith(_NO_STATE)
+    }
+
+
+def stored_parameters(
+    tensors: Mapping[str, TensorInfo], common: CommonState
+) -> dict[str, tuple[StoredParameter, ...]]:
+    """The parameters of every tensor of the model, by the tensor's key.
+
+    Args:
+        tensors: The model part.
+        common: Common state; its arguments say how rows are packed.
+    """
+    return {key: tuple(_parameters(info, common)) for key, info in tensors.items()}
+
+
+def _parameters(info: TensorInfo, common: CommonState) -> Iterator[StoredParameter]:
+    has_layers = _STACKED_LAYERS.search(info.key) is not None
+    has_experts = _EXPERTS in info.key
+    axes = has_layers + has_experts
+    shape = info.shape[axes:]
+    is_linear = _LINEAR.search(info.key) is not None
+    family, packing, problem = _packing(info.key, shape, common) if is_linear else ("", WHOLE, "")
+    for index in product(*(range(size) for size in info.shape[:axes])):
+        yield StoredParameter(
+            key=info.key,
+            index=index,
+            facts=ParameterFacts(
+                name=_name(info.key, index, has_layers, has_experts, common),
+                shape=shape,
+                is_linear_weight=is_linear,
+                is_embedding_or_output=_is_embedding_or_output(info.key),
+                is_router=".router." in info.key,
+                is_tied=False,
+            ),
+            family=family,
+            packing=packing,
+            problem=problem,
+        )
+
+
+def _name(
+    key: str, index: tuple[int, ...], has_layers: bool, has_experts: bool, common: CommonState
+) -> str:
+    name = key
+    if has_layers:
+        name = _STACKED_LAYERS.sub(f".layers.{index[0]}.", name, count=1)
+    if has_experts:
+        expert = index[-1]
+        if common.argument("moe_grouped_gemm", False):
+            # One linear layer holds a weight of each expert.
+            name = name.replace(_EXPERTS, ".experts.") + str(expert)
+        else:
+            name = name.replace(_EXPERTS, f".experts.local_experts.{expert}.")
+    if name.startswith("mtp."):
+        name = name.replace(".transformer_layer.", ".mtp_model_layer.")
+    return name
+
+
+def _is_embedding_or_output(key: str) -> bool:
+    pieces = key.split(".")
+    return "embedding" in pieces or "output_layer" in pieces
+
+
+def _packing(key: str, shape: tuple[int, ...], common: CommonState) -> tuple[Family, Packing, str]:
+    linear = key.rpartition(".weight")[0].rpartition(".")[2]
+    if linear == "in_proj":
+        return "ssm", WHOLE, "the parts of in_proj are not known offline"
+    if len(shape) != 2:
+        return "", WHOLE, ""
+    try:
+        known = packing_by_name(linear, _model_config(common), shape[0])
+    except AttributeError as error:
+        return "", WHOLE, f"the checkpoint's arguments do not say {error.name}"
+    family, packing = known or ("", WHOLE)
+    return family, packing, packing.problem(shape[0], cut=1) or ""
+
+
+def _model_config(common: CommonState) -> Any:
+    """What ``core_transformer_config_from_args`` makes of the saved arguments, as far as needed."""
+    args = common.value.get("args")
+    if args is None:
+        return SimpleNamespace()
+    config = SimpleNamespace(**vars(args))
+    heads = getattr(args, "num_attention_heads", None)
+    if heads is not None and not getattr(args, "group_query_attention", False):
+        config.num_query_groups = heads
+    config.gated_linear_unit = any(
+        getattr(args, name, False) for name in ("swiglu", "quick_geglu", "gated_linear_unit")
+    )
+    return config

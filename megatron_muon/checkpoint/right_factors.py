@@ -1,0 +1,119 @@
+"""Orth-Dion's right factors of a checkpoint that has none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megatron_muon.checkpoint.outputs import Box
+from megatron_muon.checkpoint.parameters import StoredParameter
+from megatron_muon.checkpoint.reading import Checkpoint
+from megatron_muon.linalg import full_precision_matmul
+from megatron_muon.matrices import SplitMode, intervals
+from megatron_muon.optim.dion_rule import seeded_right_factor
+
+EXACT_SIDE = 1024
+"""Up to this short side the eigenvectors of the Gram matrix are computed."""
+
+ITERATIONS = 8
+"""Of the subspace iteration above it; it starts from the seeded V and need not converge, for every
+step of Orth-Dion is one more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogicalRows:
+    """The rows of one logical matrix in its parameter.
+
+    Attributes:
+        name: Name of the matrix, under which its factor is stored.
+        rows: Half-open row intervals.
+        shape: (m, n) of the matrix.
+    """
+
+    name: str
+    rows: tuple[tuple[int, int], ...]
+    shape: tuple[int, int]
+
+
+def logical_rows(parameter: StoredParameter, split: SplitMode) -> Iterator[LogicalRows]:
+    """The matrices of a parameter, named as ``matrices.logical_matrices`` names them."""
+    rows, cols = parameter.facts.shape
+    for part, found in intervals(parameter.packing, rows, split).items():
+        yield LogicalRows(
+            name=f"{parameter.name}[{part}]" if part else parameter.name,
+            rows=tuple(found),
+            shape=(sum(stop - start for start, stop in found), cols),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeededFactor:
+    """The V that training starts with.
+
+    Attributes:
+        name: Name of the matrix.
+    """
+
+    name: str
+
+    def tensor(
+        self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """V (short side, rank)."""
+        return seeded_right_factor(self.name, shape[0], shape[1], dtype=dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeadingFactor:
+    """The leading right singular subspace of a momentum.
+
+    Attributes:
+        matrix: The logical matrix.
+        momentum: The whole parameter's momentum, or what is proportional to it.
+        parameter_shape: Shape of the parameter.
+    """
+
+    matrix: LogicalRows
+    momentum: Box
+    parameter_shape: tuple[int, ...]
+
+    def tensor(
+        self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """V (short side, rank); the seeded one of a momentum that is zero."""
+        start = seeded_right_factor(self.matrix.name, shape[0], shape[1])
+        whole = self.momentum.tensor(source, self.parameter_shape, torch.float32)
+        matrix = torch.cat([whole[first:last] for first, last in self.matrix.rows])
+        del whole
+        return leading_right_subspace(matrix, start).to(dtype)
+
+
+def leading_right_subspace(matrix: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """Orthonormal basis of the leading right singular subspace of a matrix with m >= n.
+
+    A matrix with m < n is transposed first, as Orth-Dion does.
+
+    Args:
+        matrix: (m, n), fp32.
+        start: (short side, rank), where a subspace iteration starts.
+
+    Returns:
+        (short side, rank), fp32; ``start`` itself when the matrix is zero or not finite.
+    """
+    m, n = matrix.shape
+    tall = matrix if m >= n else matrix.T
+    size = tall.abs().max()
+    if not torch.isfinite(size) or size == 0:
+        return start
+    tall = tall / size
+    with full_precision_matmul():
+        if tall.shape[1] <= EXACT_SIDE:
+            gram = tall.T.double() @ tall.double()
+            _, vectors = torch.linalg.eigh(gram)
+            return vectors[:, -start.shape[1] :].flip(1).float().contiguous()
+        basis = torch.linalg.qr(start).Q
+        for _ in range(ITERATIONS):
+            basis = torch.linalg.qr(tall.T @ (tall @ basis)).Q
+        return basis.contiguous()

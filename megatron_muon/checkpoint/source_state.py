@@ -1,0 +1,188 @@
+"""The optimizer state that a checkpoint holds: of which optimizer, and where of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_muon.checkpoint.errors import CheckpointError
+from megatron_muon.checkpoint.index import TensorInfo
+from megatron_muon.checkpoint.names import (
+    ADAM_STATES,
+    MASTER,
+    MASTER_OF_ADAM,
+    MOMENTUM,
+    RIGHT_FACTOR,
+    split_state_key,
+)
+from megatron_muon.checkpoint.parameters import StoredParameter
+from megatron_muon.checkpoint.reading import Checkpoint, CommonState
+
+Optimizer = Literal["adam", "muon", "dmuon", "orth_dion", "none"]
+
+GROUP_KEY = "matrix_optimizer"
+"""Key of our groups of matrices, ``integration.combined_optimizer.MATRIX_GROUP_KEY``."""
+
+RESHARD = (
+    "load it with --optimizer adam at the layout that it was saved with, and save it with "
+    "--dist-ckpt-optim-fully-reshardable (one iteration is enough); then convert that"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Location:
+    """Where one state of one parameter is.
+
+    Attributes:
+        info: The tensor that holds it.
+        offset: First index of the parameter's box in that tensor.
+        shape: Size of the box.
+    """
+
+    info: TensorInfo
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """True when the tensor holds nothing else."""
+        return self.shape == self.info.shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceState:
+    """All optimizer state of a checkpoint.
+
+    Attributes:
+        optimizer: Who wrote it.
+        groups: Parameter groups of all its optimizers.
+        states: State name (``fp32_param`` of masters) to location, by parameter name.
+        factors: Right factors by the name of their matrix.
+        grad_scaler: State of the gradient scaler, None without one.
+    """
+
+    optimizer: Optimizer
+    groups: tuple[dict[str, Any], ...]
+    states: Mapping[str, Mapping[str, Location]]
+    factors: Mapping[str, TensorInfo]
+    grad_scaler: dict[str, Any] | None
+
+
+def optimizer_of(checkpoint: Checkpoint) -> Optimizer:
+    """Which optimizer wrote the state; told from its groups, and from its keys without them."""
+    states = {known[0] for key in checkpoint.tensors if (known := split_state_key(key))}
+    if any(".gbuf_idx_" in key for key in checkpoint.tensors):
+        return "adam"
+    if RIGHT_FACTOR in states:
+        return "orth_dion"
+    ours = {group[GROUP_KEY] for group in param_groups(checkpoint.common) if group.get(GROUP_KEY)}
+    if MOMENTUM in states:
+        return "orth_dion" if ours == {"orth_dion"} else "dmuon" if ours else "muon"
+    return "adam" if states else "none"
+
+
+def param_groups(common: CommonState) -> tuple[dict[str, Any], ...]:
+    """The groups of all optimizers of a chain, in order; empty where none are in common state."""
+    return tuple(
+        group
+        for state in _optimizers(common)
+        for group in state.get("optimizer", {}).get("param_groups", ())
+    )
+
+
+def _optimizers(common: CommonState) -> Iterator[dict[str, Any]]:
+    state = common.value.get("optimizer")
+    if isinstance(state, dict) and any(isinstance(key, int) for key in state):
+        yield from (state[key] for key in sorted(key for key in state if isinstance(key, int)))
+    elif isinstance(state, list):
+        yield from state
+    elif isinstance(state, dict):
+        yield state
+
+
+def source_state(
+    checkpoint: Checkpoint, parameters: Mapping[str, Sequence[StoredParameter]]
+) -> SourceState:
+    """Find every state of every parameter.
+
+    Args:
+        checkpoint: The checkpoint.
+        parameters: Those of its model part, by key.
+
+    Raises:
+        CheckpointError: There is no state, or state that belongs to no parameter, or that does not
+            say which element belongs to which parameter.
+    """
+    if any(".gbuf_idx_" in key for key in checkpoint.tensors):
+        raise CheckpointError(
+            f"{checkpoint.folder} holds Adam's state as dp_reshardable, whose flat buckets do not "
+            f"say which element belongs to which parameter: {RESHARD}."
+        )
+    kind = optimizer_of(checkpoint)
+    if kind == "none":
+        raise CheckpointError(
+            f"{checkpoint.folder} holds no optimizer state to convert (it was saved with "
+            "--no-save-optim, or of another optimizer)."
+        )
+    by_name = {p.name: p for found in parameters.values() for p in found}
+    states: dict[str, dict[str, Location]] = {name: {} for name in by_name}
+    factors: dict[str, TensorInfo] = {}
+    for key, info in checkpoint.tensors.items():
+        known = split_state_key(key)
+        if known is None:
+            continue
+        state, name = known
+        if state == RIGHT_FACTOR:
+            factors[name] = info
+        elif name in parameters:
+            for parameter in parameters[name]:
+                offset, shape = parameter.box()
+                _put(states[parameter.name], state, Location(info=info, offset=offset, shape=shape))
+        elif name in by_name:
+            whole = Location(info=info, offset=(0,) * len(info.shape), shape=info.shape)
+            _put(states[name], state, whole)
+        else:
+            raise CheckpointError(
+                f"{key} belongs to no parameter of the model part of {checkpoint.folder}."
+            )
+    _require_shapes(by_name, states)
+    scalers = [
+        state["grad_scaler"] for state in _optimizers(checkpoint.common) if "grad_scaler" in state
+    ]
+    return SourceState(
+        optimizer=kind,
+        groups=param_groups(checkpoint.common),
+        states=states,
+        factors=factors,
+        grad_scaler=scalers[0] if scalers else None,
+    )
+
+
+def _put(states: dict[str, Location], state: str, location: Location) -> None:
+    states[MASTER if state == MASTER_OF_ADAM else state] = location
+
+
+def _require_shapes(
+    parameters: Mapping[str, StoredParameter], states: Mapping[str, Mapping[str, Location]]
+) -> None:
+    for name, found in states.items():
+        shape = parameters[name].facts.shape
+        for state in (MASTER, MOMENTUM, *ADAM_STATES):
+            if state not in found:
+                continue
+            location = found[state]
+            ends = zip(location.offset, location.shape, location.info.shape, strict=False)
+            fits = len(location.offset) == len(location.info.shape) and all(
+                start + size <= whole for start, size, whole in ends
+            )
+            if not fits or location.shape[len(location.shape) - len(shape) :] != shape:
+                raise CheckpointError(
+                    f"{location.info.key} has shape {location.info.shape}, which is not that of "
+                    f"the parameter {name}."
+                )
+            if not location.info.dtype.is_floating_point:
+                raise CheckpointError(
+                    f"{location.info.key} has element type {location.info.dtype}, which is no "
+                    "floating-point type."
+                )
