@@ -27,8 +27,9 @@ RIGHT_FACTOR = "right_factor"
 
 STATES = (MASTER, MOMENTUM, *ADAM_STATES, RIGHT_FACTOR)
 
+_READ = "|".join((*STATES, MASTER_OF_ADAM))
 _KEY = re.compile(
-    rf"(?:chained_(?P<chained>\d+)\.)?optimizer\.state\.(?P<state>{'|'.join((*STATES, MASTER_OF_ADAM))})\.(?P<name>.+)"
+    rf"(?:chained_(?P<chained>\d+)\.)?optimizer\.state\.(?P<state>{_READ})\.(?P<name>.+)"
 )
 
 

@@ -1,4 +1,4 @@
-"""The parameters of a model, told from the keys of its checkpoint and the arguments it was saved by.
+"""The parameters of a model, told from the keys of its checkpoint and the saved arguments.
 
 Megatron stacks the layers and the experts of a model into one tensor each; here they are taken
 apart again, and every parameter gets the name that it has in the model, which rules are matched

@@ -112,8 +112,9 @@ def leading_right_subspace(matrix: torch.Tensor, start: torch.Tensor) -> torch.T
         if tall.shape[1] <= EXACT_SIDE:
             gram = tall.T.double() @ tall.double()
             _, vectors = torch.linalg.eigh(gram)
-            return vectors[:, -start.shape[1] :].flip(1).float().contiguous()
-        basis = torch.linalg.qr(start).Q
+            leading: torch.Tensor = vectors[:, -start.shape[1] :].flip(1).float()
+            return leading.contiguous()
+        basis: torch.Tensor = torch.linalg.qr(start).Q
         for _ in range(ITERATIONS):
             basis = torch.linalg.qr(tall.T @ (tall @ basis)).Q
         return basis.contiguous()

@@ -1,0 +1,71 @@
+"""Distributed checkpoints offline: no GPU, no process group, no Megatron.
+
+    python -m megatron_muon.checkpoint {inspect,convert,verify} …
+
+Nothing in a checkpoint is ever run, sources are never changed, and what is written appears under
+its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+# Before torch starts its thread pool: it does not survive the fork of worker processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from megatron_muon.checkpoint import convert_command, inspection, verification
+from megatron_muon.checkpoint.errors import CheckpointError
+
+COMMANDS: dict[str, Any] = {
+    "inspect": inspection,
+    "convert": convert_command,
+    "verify": verification,
+}
+"""Name to the module that holds HELP, add_arguments and run."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m megatron_muon.checkpoint",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = made.add_subparsers(dest="command", required=True)
+    for name, module in COMMANDS.items():
+        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; 0 when all is well, 1 on differences, 2 with a sentence on an error."""
+    options = parser().parse_args(arguments)
+    previous = signal.signal(signal.SIGTERM, _end)
+    try:
+        code: int = options.run(options)
+        return code
+    except CheckpointError as error:
+        print(f"megatron_muon: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("megatron_muon: interrupted; nothing was left half-written.", file=sys.stderr)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Unwind, so that what was begun is removed."""
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

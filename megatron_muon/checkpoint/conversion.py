@@ -1,0 +1,405 @@
+"""``convert``: the optimizer state of one optimizer as that of another.
+
+Which parameter goes where is decided by the rules of training (``matrices.routing``). Weights are
+copied byte by byte, and so is every state that only changes its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_muon.checkpoint.errors import CheckpointError
+from megatron_muon.checkpoint.momenta import (
+    Convention,
+    adam_convention,
+    conversion_factor,
+    matrix_convention,
+)
+from megatron_muon.checkpoint.names import (
+    ADAM_STATES,
+    MASTER,
+    MASTER_OF_ADAM,
+    MOMENTUM,
+    RIGHT_FACTOR,
+    split_state_key,
+    state_key,
+)
+from megatron_muon.checkpoint.outputs import (
+    Box,
+    OutBlob,
+    OutChunk,
+    Output,
+    OutTensor,
+    Zeros,
+    copied,
+    scaled,
+    zeros,
+)
+from megatron_muon.checkpoint.param_groups import (
+    TargetGroups,
+    arguments,
+    content_metadata,
+    optimizer_state,
+    steps_of,
+)
+from megatron_muon.checkpoint.parameters import StoredParameter, model_tensors, stored_parameters
+from megatron_muon.checkpoint.reading import COMMON_KEY, Checkpoint
+from megatron_muon.checkpoint.right_factors import (
+    LeadingFactor,
+    SeededFactor,
+    logical_rows,
+)
+from megatron_muon.checkpoint.settings import ConvertSettings, saved_flags
+from megatron_muon.checkpoint.source_state import Location, SourceState, source_state
+from megatron_muon.config import OPTIMIZERS
+from megatron_muon.matrices import merged_rule, route, unmatched_rules
+from megatron_muon.optim.dion_rule import OrthDionRule
+
+
+def plan_conversion(checkpoint: Checkpoint, settings: ConvertSettings) -> Output:
+    """Everything of the converted checkpoint; nothing is read but the index and the common state.
+
+    Args:
+        checkpoint: The source.
+        settings: What the user asks for.
+
+    Raises:
+        CheckpointError: It cannot be converted, with the reason.
+    """
+    return _Conversion(checkpoint, settings).output()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StatePlan:
+    """One state of one parameter: its source (None starts at zero), a factor, words on both."""
+
+    location: Location | None
+    factor: float
+    rule: str
+
+
+class _Conversion:
+    def __init__(self, checkpoint: Checkpoint, settings: ConvertSettings) -> None:
+        self.checkpoint, self.settings = checkpoint, settings
+        self.matrices_settings = settings.matrix
+        self.model = model_tensors(checkpoint)
+        # Model tensors without state (position buffers, frozen weights) are parameters to nobody.
+        self.parameters = stored_parameters(self.model, checkpoint.common)
+        self.source: SourceState = source_state(checkpoint, self.parameters)
+        self.masters = self._masters()
+        self.target: Convention = (
+            Convention(kind="dion", factor=settings.matrix.momentum)
+            if settings.to == "orth_dion"
+            else Convention(kind="average", factor=0.0)
+        )
+        self.adam_source = adam_convention(self.source.groups)
+        self.matrix_source = matrix_convention(
+            self.source.optimizer, checkpoint.common, self.source.groups, settings.heavy_ball
+        )
+        self.is_matrix = self._routes()
+        self.zeros: list[str] = []
+        self.fresh_adam: list[str] = []
+
+    def _masters(self) -> dict[str, Location]:
+        """Master weights by parameter name; fp32 training of megatron-core's muon has none."""
+        found = {}
+        for name, states in self.source.states.items():
+            if MASTER in states:
+                found[name] = states[MASTER]
+        if self.source.optimizer != "muon":
+            return found
+        for key, parameters in self.parameters.items():
+            for parameter in parameters:
+                states = self.source.states[parameter.name]
+                if states and parameter.name not in found:
+                    offset, shape = parameter.box()
+                    found[parameter.name] = Location(
+                        info=self.model[key], offset=offset, shape=shape
+                    )
+        return found
+
+    def _trained(self) -> Iterator[tuple[str, tuple[StoredParameter, ...]]]:
+        """Keys whose parameters have state, and these parameters."""
+        for key, found in self.parameters.items():
+            trained = tuple(p for p in found if p.name in self.masters)
+            if trained and len(trained) != len(found):
+                missing = next(p.name for p in found if p.name not in self.masters)
+                raise CheckpointError(
+                    f"{missing} has no master weights, and other layers of {key} have some."
+                )
+            if trained:
+                yield key, trained
+
+    def _routes(self) -> dict[str, bool]:
+        """Whether the target trains a parameter as a matrix, by the rules of training."""
+        names = [p.name for _, found in self._trained() for p in found]
+        unmatched = unmatched_rules(self.matrices_settings.rules, names)
+        if unmatched:
+            example = next((name for name in names if "linear" in name), names[0])
+            raise CheckpointError(
+                f"rule '{unmatched[0]}' (--matrix-rule or --matrix-rules) matches no trainable "
+                f"parameter; names look like '{example}'."
+            )
+        if self.settings.to == "adam":
+            return dict.fromkeys(names, False)
+        routes = {}
+        for _, found in self._trained():
+            for parameter in found:
+                rule = merged_rule(self.matrices_settings.rules, parameter.name)
+                try:
+                    chosen = route(parameter.facts, rule, min_dim=self.matrices_settings.min_dim)
+                except ValueError as error:
+                    raise CheckpointError(f"{error}.") from error
+                routes[parameter.name] = chosen.optimizer == "matrix"
+        if not any(routes.values()):
+            raise CheckpointError(
+                f"no parameter is a matrix by the rules (--matrix-min-dim is "
+                f"{self.matrices_settings.min_dim}), so there is nothing for "
+                f"{self.settings.to} to train."
+            )
+        return routes
+
+    # ---- tensors ------------------------------------------------------------------------------
+
+    def output(self) -> Output:
+        tensors = [copied(info, key, "weight, copied") for key, info in self.model.items()]
+        for key, found in self._trained():
+            tensors += self._state_tensors(key, found)
+        if self.settings.to == "orth_dion":
+            for _, found in self._trained():
+                for parameter in found:
+                    tensors += self._right_factors(parameter)
+        # What the source keeps besides (random state as tensors, if ever): nothing is lost.
+        known = {tensor.key for tensor in tensors}
+        tensors += [
+            copied(info, key, "copied")
+            for key, info in self.checkpoint.tensors.items()
+            if key not in known and split_state_key(key) is None and key not in self.model
+        ]
+        return Output(
+            tensors=tuple(tensors),
+            blobs=self._blobs(),
+            common=self._common(),
+            common_in_file=self.settings.common_in_file(self.checkpoint.common.in_file),
+            backend=self.checkpoint.backend,
+            notes=tuple(self._notes()),
+        )
+
+    def _state_tensors(self, key: str, found: Sequence[StoredParameter]) -> Iterator[OutTensor]:
+        plans = {p.name: self._plans(p) for p in found}
+        kinds = {tuple(states) for states in plans.values()}
+        if len(kinds) == 1:
+            for state in next(iter(kinds)):
+                yield self._stacked(state, key, found, [plans[p.name][state] for p in found])
+            return
+        # Layers with different states are stored one by one, under their own names.
+        for parameter in found:
+            for state, plan in plans[parameter.name].items():
+                shape = parameter.facts.shape
+                yield OutTensor(
+                    key=self._key(state, parameter.name),
+                    shape=shape,
+                    dtype=self._dtype(plan),
+                    chunks=(_chunk(plan, (0,) * len(shape), shape),),
+                    rule=plan.rule,
+                )
+
+    def _key(self, state: str, name: str) -> str:
+        is_adams = self.settings.to == "adam" and state == MASTER
+        return state_key(MASTER_OF_ADAM if is_adams else state, name)
+
+    def _stacked(
+        self,
+        state: str,
+        key: str,
+        found: Sequence[StoredParameter],
+        plans: Sequence[_StatePlan],
+    ) -> OutTensor:
+        """One state of all layers and experts of a tensor of the model."""
+        name, first = self._key(state, key), plans[0]
+        same = all(
+            (p.location and p.location.info) == (first.location and first.location.info)
+            and p.factor == first.factor
+            for p in plans
+        )
+        model = self.model[key]
+        if same and first.location is None:
+            return zeros(model, name, torch.float32, first.rule)
+        if same and first.location is not None and first.location.info.shape == model.shape:
+            info = first.location.info
+            if first.factor == 1.0 and info.dtype == torch.float32:
+                return copied(info, name, first.rule)
+            return scaled(info, name, first.factor, torch.float32, first.rule)
+        chunks = []
+        for parameter, plan in zip(found, plans, strict=True):
+            offset, shape = parameter.box()
+            chunks.append(_chunk(plan, offset, shape))
+        rules = dict.fromkeys(plan.rule for plan in plans)
+        return OutTensor(
+            key=name,
+            shape=model.shape,
+            dtype=torch.float32,
+            chunks=tuple(chunks),
+            rule="; ".join(rules),
+        )
+
+    def _dtype(self, plan: _StatePlan) -> torch.dtype:
+        return torch.float32
+
+    # ---- one parameter ------------------------------------------------------------------------
+
+    def _plans(self, parameter: StoredParameter) -> dict[str, _StatePlan]:
+        name = parameter.name
+        master = self.masters[name]
+        is_weight = master.info.key in self.model
+        words = "master from the weight, there is no other" if is_weight else "master, copied"
+        plans = {MASTER: _StatePlan(location=master, factor=1.0, rule=words)}
+        states = self.source.states[name]
+        if self.is_matrix[name]:
+            plans[MOMENTUM] = self._momentum(name, states)
+            return plans
+        if all(state in states for state in ADAM_STATES):
+            for state in ADAM_STATES:
+                plans[state] = _StatePlan(
+                    location=states[state], factor=1.0, rule=f"{state}, copied"
+                )
+            return plans
+        # A first moment without its second one would make steps many times too large.
+        self.fresh_adam.append(name)
+        for state in ADAM_STATES:
+            plans[state] = self._zero(state, name)
+        return plans
+
+    def _momentum(self, name: str, states: Mapping[str, Location]) -> _StatePlan:
+        if MOMENTUM in states:
+            location, convention, said = states[MOMENTUM], self.matrix_source, MOMENTUM
+        elif ADAM_STATES[0] in states:
+            location, convention, said = states[ADAM_STATES[0]], self.adam_source, ADAM_STATES[0]
+        else:
+            return self._zero(MOMENTUM, name)
+        factor = conversion_factor(convention, self.target)
+        if factor is None:
+            return self._zero(MOMENTUM, name)
+        words = "copied" if factor == 1.0 else f"times {factor:.6g}"
+        return _StatePlan(location=location, factor=factor, rule=f"momentum from {said}, {words}")
+
+    def _zero(self, state: str, name: str) -> _StatePlan:
+        self.zeros.append(f"{state} of {name}")
+        return _StatePlan(location=None, factor=0.0, rule=f"{state} starts at zero")
+
+    def _right_factors(self, parameter: StoredParameter) -> Iterator[OutTensor]:
+        if not self.is_matrix[parameter.name]:
+            return
+        settings = self.matrices_settings
+        rule = merged_rule(settings.rules, parameter.name)
+        split = settings.split_of(parameter.family, parameter.packing, rule)
+        if parameter.problem and (split != "none" or parameter.family == "ssm"):
+            raise CheckpointError(
+                f"{parameter.name} cannot be cut into its matrices ({parameter.problem}): send it "
+                f"to Adam with --matrix-rule '{parameter.name}:optimizer=adam'."
+            )
+        ranks = OrthDionRule(
+            rank_fraction=settings.rank_fraction,
+            rank_multiple_of=settings.rank_multiple_of,
+            scale_mode=settings.scale_mode,
+        )
+        momentum = self._momentum_box(parameter)
+        for matrix in logical_rows(parameter, split):
+            m, n = matrix.shape
+            shape = (min(m, n), ranks.rank(m, n))
+            key = state_key(RIGHT_FACTOR, matrix.name)
+            kept = self.source.factors.get(matrix.name)
+            if kept is not None and kept.shape == shape and kept.dtype == self.settings.v_dtype:
+                yield copied(kept, key, "V, copied")
+                continue
+            is_seeded = momentum is None or self.settings.right_factor == "seeded"
+            value: SeededFactor | LeadingFactor
+            if is_seeded or momentum is None:
+                value = SeededFactor(name=matrix.name)
+            else:
+                value = LeadingFactor(
+                    matrix=matrix, momentum=momentum, parameter_shape=parameter.facts.shape
+                )
+            words = "the seeded start" if is_seeded else "leading right subspace of the momentum"
+            yield OutTensor(
+                key=key,
+                shape=shape,
+                dtype=self.settings.v_dtype,
+                chunks=(OutChunk(offset=(0, 0), shape=shape, value=value),),
+                rule=f"V, {words}",
+            )
+
+    def _momentum_box(self, parameter: StoredParameter) -> Box | None:
+        states = self.source.states[parameter.name]
+        location = states.get(MOMENTUM) or states.get(ADAM_STATES[0])
+        if location is None:
+            return None
+        return Box(key=location.info.key, offset=location.offset, shape=location.shape)
+
+    # ---- the rest -----------------------------------------------------------------------------
+
+    def _blobs(self) -> tuple[OutBlob, ...]:
+        found = []
+        for key, place in self.checkpoint.blobs.items():
+            if key == COMMON_KEY or ".gbuf_idx_" in key or "optimizer.distributed." in key:
+                continue
+            foreign = self.checkpoint.read_blob(key).foreign
+            if foreign:
+                raise CheckpointError(
+                    f"{key} refers to {foreign[0]}, which has no business in a checkpoint; it was "
+                    "not run, and is not passed on."
+                )
+            found.append(OutBlob(key=key, content=place))
+        return tuple(found)
+
+    def _common(self) -> dict[str, object]:
+        common = self.checkpoint.common
+        if common.loaded.foreign:
+            raise CheckpointError(
+                f"the common state refers to {common.loaded.foreign[0]}, which has no business in "
+                "a checkpoint; it was not run, and is not passed on."
+            )
+        value = dict(common.value)
+        value["optimizer"] = optimizer_state(
+            self.source.groups,
+            TargetGroups(
+                optimizer=self.settings.to,
+                has_matrices=any(self.is_matrix.values()),
+                step=0 if self.fresh_adam else steps_of(self.source.groups),
+            ),
+            self.source.grad_scaler,
+        )
+        args = arguments(common, self.settings.to, saved_flags(self.settings))
+        if args is not None:
+            value["args"] = args
+        value["content_metadata"] = content_metadata(common)
+        return value
+
+    def _notes(self) -> Iterator[str]:
+        if self.zeros:
+            yield f"{len(self.zeros)} states have no source and start at zero:"
+            yield from (f"  {entry}" for entry in self.zeros)
+        if self.fresh_adam:
+            yield (
+                f"Adam starts anew on {len(self.fresh_adam)} parameters, so its step count starts "
+                "at 0 (bias correction)."
+            )
+        routers = [name for name in self.fresh_adam if ".router." in name]
+        if routers and self.settings.to in OPTIMIZERS:
+            yield (
+                "routers were trained as matrices and go to Adam here: to keep their momentum, "
+                "type --matrix-rule '*.router.weight:optimizer=matrix' (in training, too)."
+            )
+
+
+def _chunk(plan: _StatePlan, offset: tuple[int, ...], shape: tuple[int, ...]) -> OutChunk:
+    location = plan.location
+    if location is None:
+        return OutChunk(offset=offset, shape=shape, value=Zeros())
+    box = Box(
+        key=location.info.key, offset=location.offset, shape=location.shape, factor=plan.factor
+    )
+    return OutChunk(offset=offset, shape=shape, value=box)

@@ -1,0 +1,125 @@
+"""``convert`` on the command line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from megatron_muon.checkpoint.conversion import plan_conversion
+from megatron_muon.checkpoint.errors import CheckpointError
+from megatron_muon.checkpoint.outputs import Output
+from megatron_muon.checkpoint.progress import ProgressReport
+from megatron_muon.checkpoint.reading import TRACKER, Checkpoint
+from megatron_muon.checkpoint.settings import (
+    TARGETS,
+    ConvertSettings,
+    add_matrix_flags,
+    matrix_settings,
+    parse_version,
+)
+from megatron_muon.checkpoint.writing import write_checkpoint, write_tracker
+
+HELP = "turn one optimizer's state into another's"
+LARGE = 256 << 20
+"""Bytes from which on several processes write."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of ``convert``."""
+    parser.add_argument("source", help="folder of an iteration, or that a run saves into")
+    parser.add_argument("target", help="folder to --load from afterwards")
+    parser.add_argument("--to", required=True, choices=TARGETS, help="the optimizer to go on with")
+    parser.add_argument("--step", type=int, help="iteration of the source; default: the last one")
+    parser.add_argument(
+        "--heavy-ball",
+        type=float,
+        metavar="BETA",
+        help="the source's momentum is a sum (M = BETA M + G), not an average",
+    )
+    parser.add_argument(
+        "--right-factor-start",
+        choices=("momentum", "seeded"),
+        default="momentum",
+        help="Orth-Dion's V: the momentum's leading right singular subspace, or the seeded start "
+        "of training",
+    )
+    add_writing_flags(parser)
+    add_matrix_flags(parser)
+
+
+def add_writing_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of every command that writes a checkpoint."""
+    parser.add_argument(
+        "--megatron-version",
+        type=parse_version,
+        metavar="X.Y",
+        help="megatron-core that is to read the result: before 0.19 the common state is common.pt, "
+        "since then it is inside; default: as in the source",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that write")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="write nothing, print every tensor and its rule"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert."""
+    checkpoint = Checkpoint(options.source, options.step)
+    settings = ConvertSettings(
+        to=options.to,
+        matrix=matrix_settings(options, checkpoint.common),
+        heavy_ball=options.heavy_ball,
+        right_factor=options.right_factor_start,
+        megatron_version=options.megatron_version,
+    )
+    return write_output(plan_conversion(checkpoint, settings), options, checkpoint)
+
+
+def write_output(output: Output, options: argparse.Namespace, source: Checkpoint) -> int:
+    """Write what a command has planned, as its flags say; the end of every such command.
+
+    Args:
+        output: The plan.
+        options: Its ``target`` and the flags of ``add_writing_flags``.
+        source: The checkpoint that it is made from.
+    """
+    if options.dry_run:
+        for tensor in output.tensors:
+            shape = "x".join(str(size) for size in tensor.shape) or "scalar"
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            print(f"{tensor.key}  {shape}  {dtype}  {tensor.rule}")
+        print(*output.notes, sep="\n")
+        return 0
+    step = output.common.get("iteration")
+    if not isinstance(step, int):
+        raise CheckpointError(f"the common state says iteration {step!r}, which is no number.")
+    root = Path(options.target)
+    folder = root / f"iter_{step:07d}"
+    report = ProgressReport(output.nbytes)
+    write_checkpoint(
+        folder,
+        output,
+        source=source,
+        overwrite=options.overwrite,
+        workers=_workers(options.workers, output.nbytes),
+        progress=report,
+    )
+    report.finish()
+    if options.overwrite or not (root / TRACKER).exists():
+        write_tracker(root, step)
+    else:
+        print(f"{root / TRACKER} was left as it is; load with --ckpt-step {step}")
+    print(*output.notes, sep="\n")
+    print(f"written to {folder}")
+    return 0
+
+
+def _workers(asked: int | None, nbytes: int) -> int:
+    if asked is not None:
+        if asked < 1:
+            raise CheckpointError(f"--workers is {asked}; it must be at least 1.")
+        return asked
+    cores = len(os.sched_getaffinity(0))
+    return 1 if nbytes < LARGE else min(cores, 8)

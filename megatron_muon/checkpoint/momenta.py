@@ -1,0 +1,100 @@
+"""What one optimizer's momentum is in another's convention.
+
+With gradients G and the factors β, β₁, μ of the optimizers:
+
+* an average, M ← β M + (1 − β) G, of dmuon, megatron-core's muon (Emerging-Optimizers'
+  ``momentum_buffer.lerp_(grad, 1 - momentum)``) and Adam's ``exp_avg``;
+* a sum, S ← β S + G, of heavy-ball implementations: S = M / (1 − β);
+* Orth-Dion's M after a step: of B = M + G it has kept μ of what was captured. Of a matrix that is
+  captured whole, B is the sum of factor μ, and M = μ S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_muon.checkpoint.errors import CheckpointError
+from megatron_muon.checkpoint.reading import CommonState
+
+Kind = Literal["average", "sum", "dion"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convention:
+    """How a momentum is kept.
+
+    Attributes:
+        kind: ``average``, ``sum`` or ``dion``.
+        factor: β or μ.
+    """
+
+    kind: Kind
+    factor: float
+
+
+def conversion_factor(source: Convention, target: Convention) -> float | None:
+    """Factor on a momentum; None where the source keeps nothing of what was captured (μ = 0)."""
+    if source.kind == target.kind == "average" or source == target:
+        return 1.0
+    if source.kind == "dion":
+        if target.kind == "dion":
+            return 1.0
+        if source.factor == 0.0:
+            return None
+    as_sum = {
+        "average": 1.0 / (1.0 - source.factor),
+        "sum": 1.0,
+        "dion": 1.0 / source.factor if source.factor else 0.0,
+    }[source.kind]
+    # Of the sum: an average takes its own source's factor, so that it is the source's average.
+    factor = source.factor if target.kind == "average" else target.factor
+    return as_sum * {"average": 1.0 - factor, "sum": 1.0, "dion": factor}[target.kind]
+
+
+def adam_convention(groups: Iterable[Mapping[str, Any]]) -> Convention:
+    """That of ``exp_avg``, with β₁ of the groups."""
+    for group in groups:
+        if "betas" in group:
+            return Convention(kind="average", factor=float(group["betas"][0]))
+    return Convention(kind="average", factor=0.9)
+
+
+def matrix_convention(
+    optimizer: str,
+    common: CommonState,
+    groups: Iterable[Mapping[str, Any]],
+    heavy_ball: float | None,
+) -> Convention:
+    """That of a source's ``momentum_buffer``.
+
+    Args:
+        optimizer: Who wrote it.
+        common: Its common state, whose arguments say the factor.
+        groups: Its parameter groups; megatron-core's muon says the factor there.
+        heavy_ball: β when the user says that it is a sum.
+
+    Raises:
+        CheckpointError: The user's β, or what was saved, is out of range.
+    """
+    if heavy_ball is not None:
+        return Convention(kind="sum", factor=_in_range(heavy_ball, "--heavy-ball"))
+    if optimizer == "orth_dion":
+        saved = common.argument("orth_dion_momentum", 0.95)
+        return Convention(kind="dion", factor=_in_range(saved, "orth_dion_momentum"))
+    for group in groups:
+        if "momentum" in group:
+            return Convention(kind="average", factor=_in_range(group["momentum"], "momentum"))
+    saved = common.argument("muon_momentum", 0.95)
+    return Convention(kind="average", factor=_in_range(saved, "muon_momentum"))
+
+
+def _in_range(value: Any, name: str) -> float:
+    try:
+        factor = float(value)
+    except (TypeError, ValueError):
+        factor = -1.0
+    if not 0.0 <= factor < 1.0:
+        raise CheckpointError(f"{name} is {value!r}; a momentum's factor is in [0, 1).")
+    return factor
