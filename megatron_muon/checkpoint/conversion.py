@@ -23,7 +23,6 @@ from megatron_muon.checkpoint.names import (
     MASTER,
     MASTER_OF_ADAM,
     MOMENTUM,
-    RIGHT_FACTOR,
     split_state_key,
     state_key,
 )
@@ -47,16 +46,11 @@ from megatron_muon.checkpoint.param_groups import (
 )
 from megatron_muon.checkpoint.parameters import StoredParameter, model_tensors, stored_parameters
 from megatron_muon.checkpoint.reading import COMMON_KEY, Checkpoint
-from megatron_muon.checkpoint.right_factors import (
-    LeadingFactor,
-    SeededFactor,
-    logical_rows,
-)
+from megatron_muon.checkpoint.right_factors import factor_tensors
 from megatron_muon.checkpoint.settings import ConvertSettings, saved_flags
 from megatron_muon.checkpoint.source_state import Location, SourceState, source_state
 from megatron_muon.config import OPTIMIZERS
 from megatron_muon.matrices import merged_rule, route, unmatched_rules
-from megatron_muon.optim.dion_rule import OrthDionRule
 
 
 def plan_conversion(checkpoint: Checkpoint, settings: ConvertSettings) -> Output:
@@ -165,6 +159,7 @@ class _Conversion:
     # ---- tensors ------------------------------------------------------------------------------
 
     def output(self) -> Output:
+        """The plan of everything."""
         tensors = [copied(info, key, "weight, copied") for key, info in self.model.items()]
         for key, found in self._trained():
             tensors += self._state_tensors(key, found)
@@ -202,7 +197,7 @@ class _Conversion:
                 yield OutTensor(
                     key=self._key(state, parameter.name),
                     shape=shape,
-                    dtype=self._dtype(plan),
+                    dtype=torch.float32,
                     chunks=(_chunk(plan, (0,) * len(shape), shape),),
                     rule=plan.rule,
                 )
@@ -245,9 +240,6 @@ class _Conversion:
             chunks=tuple(chunks),
             rule="; ".join(rules),
         )
-
-    def _dtype(self, plan: _StatePlan) -> torch.dtype:
-        return torch.float32
 
     # ---- one parameter ------------------------------------------------------------------------
 
@@ -293,44 +285,8 @@ class _Conversion:
     def _right_factors(self, parameter: StoredParameter) -> Iterator[OutTensor]:
         if not self.is_matrix[parameter.name]:
             return
-        settings = self.matrices_settings
-        rule = merged_rule(settings.rules, parameter.name)
-        split = settings.split_of(parameter.family, parameter.packing, rule)
-        if parameter.problem and (split != "none" or parameter.family == "ssm"):
-            raise CheckpointError(
-                f"{parameter.name} cannot be cut into its matrices ({parameter.problem}): send it "
-                f"to Adam with --matrix-rule '{parameter.name}:optimizer=adam'."
-            )
-        ranks = OrthDionRule(
-            rank_fraction=settings.rank_fraction,
-            rank_multiple_of=settings.rank_multiple_of,
-            scale_mode=settings.scale_mode,
-        )
         momentum = self._momentum_box(parameter)
-        for matrix in logical_rows(parameter, split):
-            m, n = matrix.shape
-            shape = (min(m, n), ranks.rank(m, n))
-            key = state_key(RIGHT_FACTOR, matrix.name)
-            kept = self.source.factors.get(matrix.name)
-            if kept is not None and kept.shape == shape and kept.dtype == self.settings.v_dtype:
-                yield copied(kept, key, "V, copied")
-                continue
-            is_seeded = momentum is None or self.settings.right_factor == "seeded"
-            value: SeededFactor | LeadingFactor
-            if is_seeded or momentum is None:
-                value = SeededFactor(name=matrix.name)
-            else:
-                value = LeadingFactor(
-                    matrix=matrix, momentum=momentum, parameter_shape=parameter.facts.shape
-                )
-            words = "the seeded start" if is_seeded else "leading right subspace of the momentum"
-            yield OutTensor(
-                key=key,
-                shape=shape,
-                dtype=self.settings.v_dtype,
-                chunks=(OutChunk(offset=(0, 0), shape=shape, value=value),),
-                rule=f"V, {words}",
-            )
+        yield from factor_tensors(parameter, self.settings, momentum, self.source.factors)
 
     def _momentum_box(self, parameter: StoredParameter) -> Box | None:
         states = self.source.states[parameter.name]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from megatron_muon.checkpoint.outputs import Box
+from megatron_muon.checkpoint.errors import CheckpointError
+from megatron_muon.checkpoint.index import TensorInfo
+from megatron_muon.checkpoint.names import RIGHT_FACTOR, state_key
+from megatron_muon.checkpoint.outputs import Box, OutChunk, OutTensor, copied
 from megatron_muon.checkpoint.parameters import StoredParameter
 from megatron_muon.checkpoint.reading import Checkpoint
+from megatron_muon.checkpoint.settings import ConvertSettings
 from megatron_muon.linalg import full_precision_matmul
-from megatron_muon.matrices import SplitMode, intervals
-from megatron_muon.optim.dion_rule import seeded_right_factor
+from megatron_muon.matrices import SplitMode, intervals, merged_rule
+from megatron_muon.optim.dion_rule import OrthDionRule, seeded_right_factor
 
 EXACT_SIDE = 1024
 """Up to this short side the eigenvectors of the Gram matrix are computed."""
@@ -118,3 +122,58 @@ def leading_right_subspace(matrix: torch.Tensor, start: torch.Tensor) -> torch.T
         for _ in range(ITERATIONS):
             basis = torch.linalg.qr(tall.T @ (tall @ basis)).Q
         return basis.contiguous()
+
+
+def factor_tensors(
+    parameter: StoredParameter,
+    settings: ConvertSettings,
+    momentum: Box | None,
+    kept: Mapping[str, TensorInfo],
+) -> Iterator[OutTensor]:
+    """The right factors of all matrices of a parameter.
+
+    Args:
+        parameter: The parameter.
+        settings: What the conversion was told.
+        momentum: Its momentum, None when that starts at zero.
+        kept: Right factors of the source; one of the right shape is copied.
+
+    Raises:
+        CheckpointError: The matrices of the parameter are not known.
+    """
+    matrix_settings = settings.matrix
+    rule = merged_rule(matrix_settings.rules, parameter.name)
+    split = matrix_settings.split_of(parameter.family, parameter.packing, rule)
+    if parameter.problem and (split != "none" or parameter.family == "ssm"):
+        raise CheckpointError(
+            f"{parameter.name} cannot be cut into its matrices ({parameter.problem}): send it to "
+            f"Adam with --matrix-rule '{parameter.name}:optimizer=adam'."
+        )
+    ranks = OrthDionRule(
+        rank_fraction=matrix_settings.rank_fraction,
+        rank_multiple_of=matrix_settings.rank_multiple_of,
+        scale_mode=matrix_settings.scale_mode,
+    )
+    for matrix in logical_rows(parameter, split):
+        m, n = matrix.shape
+        shape = (min(m, n), ranks.rank(m, n))
+        key = state_key(RIGHT_FACTOR, matrix.name)
+        known = kept.get(matrix.name)
+        if known is not None and known.shape == shape and known.dtype == settings.v_dtype:
+            yield copied(known, key, "V, copied")
+            continue
+        value: SeededFactor | LeadingFactor
+        if momentum is None or settings.right_factor == "seeded":
+            value, words = SeededFactor(name=matrix.name), "the seeded start"
+        else:
+            value = LeadingFactor(
+                matrix=matrix, momentum=momentum, parameter_shape=parameter.facts.shape
+            )
+            words = "leading right subspace of the momentum"
+        yield OutTensor(
+            key=key,
+            shape=shape,
+            dtype=settings.v_dtype,
+            chunks=(OutChunk(offset=(0, 0), shape=shape, value=value),),
+            rule=f"V, {words}",
+        )
