@@ -17,8 +17,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.distributed.layouts import CASES, Case  # noqa: E402 - needs the path above
-from tests.tiny_models import MODELS  # noqa: E402
+from tests.distributed.layouts import CASES, Case
+from tests.tiny_models import MODELS
 
 BEGIN, END = "<!-- layouts: begin -->", "<!-- layouts: end -->"
 

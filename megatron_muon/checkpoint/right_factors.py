@@ -18,7 +18,7 @@ from megatron_muon.linalg import full_precision_matmul
 from megatron_muon.matrices import SplitMode, intervals, merged_rule
 from megatron_muon.optim.dion_rule import OrthDionRule, seeded_right_factor
 
-EXACT_SIDE = 1024
+EXACT_SIDE = 256
 """Up to this short side the eigenvectors of the Gram matrix are computed."""
 
 ITERATIONS = 8
@@ -118,9 +118,10 @@ def leading_right_subspace(matrix: torch.Tensor, start: torch.Tensor) -> torch.T
             _, vectors = torch.linalg.eigh(gram)
             leading: torch.Tensor = vectors[:, -start.shape[1] :].flip(1).float()
             return leading.contiguous()
+        gram32 = tall.T @ tall  # cheaper than two products with a tall matrix in every iteration
         basis: torch.Tensor = torch.linalg.qr(start).Q
         for _ in range(ITERATIONS):
-            basis = torch.linalg.qr(tall.T @ (tall @ basis)).Q
+            basis = torch.linalg.qr(gram32 @ basis).Q
         return basis.contiguous()
 
 

@@ -29,7 +29,7 @@ from megatron_muon.checkpoint.outputs import Bytes, OutBlob, OutChunk, Output
 from megatron_muon.checkpoint.reading import COMMON_FILE, COMMON_KEY, TRACKER, Checkpoint
 from megatron_muon.checkpoint.safe_pickle import dump_torch
 
-PIECE = 1 << 22
+PIECE = 1 << 20
 """Bytes that are copied at once."""
 
 FILE_BYTES = 2 << 30
@@ -346,15 +346,17 @@ def _write_item(file: _HashingFile, item: _Item, source: Checkpoint | None) -> N
 
 def _copy_bytes(file: _HashingFile, place: Place, source: Checkpoint | None) -> None:
     assert source is not None, "bytes are those of a source"
+    # One buffer for all pieces: fresh memory for each would cost more than the copy.
+    buffer = memoryview(bytearray(min(PIECE, place.length)))
     with (source.folder / place.file).open("rb", buffering=0) as stream:
         stream.seek(place.start)
         left = place.length
         while left:
-            piece = stream.read(min(left, PIECE))
-            if not piece:
+            count = stream.readinto(buffer[: min(left, PIECE)])
+            if not count:
                 raise CheckpointError(f"{place.file} of {source.folder} ends too early.")
-            file.write(piece)
-            left -= len(piece)
+            file.write(buffer[:count])
+            left -= count
 
 
 def _write(path: Path, data: bytes) -> str:
