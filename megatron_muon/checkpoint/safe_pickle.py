@@ -305,7 +305,7 @@ def pickle_root(archive: zipfile.ZipFile) -> str:
 def _load(unpickler: _Unpickler, source: str) -> Loaded:
     try:
         value = unpickler.load()
-    except CheckpointError:
+    except (CheckpointError, zipfile.BadZipFile):
         raise
     except Exception as error:  # a foreign pickle can fail in any way
         raise CheckpointError(f"{source} cannot be read as a pickle: {error}.") from error
