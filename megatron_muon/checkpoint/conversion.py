@@ -49,8 +49,8 @@ from megatron_muon.checkpoint.reading import COMMON_KEY, Checkpoint
 from megatron_muon.checkpoint.right_factors import factor_tensors
 from megatron_muon.checkpoint.settings import ConvertSettings, saved_flags
 from megatron_muon.checkpoint.source_state import Location, SourceState, source_state
-from megatron_muon.config import OPTIMIZERS
-from megatron_muon.matrices import merged_rule, route, unmatched_rules
+from megatron_muon.checkpoint.target_routes import target_routes
+from megatron_muon.config import OPTIMIZERS, MatrixConfig
 
 
 def plan_conversion(checkpoint: Checkpoint, settings: ConvertSettings) -> Output:
@@ -93,7 +93,8 @@ class _Conversion:
         self.matrix_source = matrix_convention(
             self.source.optimizer, checkpoint.common, self.source.groups, settings.heavy_ball
         )
-        self.is_matrix = self._routes()
+        trained = [parameter for _, found in self._trained() for parameter in found]
+        self.is_matrix = target_routes(trained, settings)
         self.zeros: list[str] = []
         self.fresh_adam: list[str] = []
 
@@ -126,35 +127,6 @@ class _Conversion:
                 )
             if trained:
                 yield key, trained
-
-    def _routes(self) -> dict[str, bool]:
-        """Whether the target trains a parameter as a matrix, by the rules of training."""
-        names = [p.name for _, found in self._trained() for p in found]
-        unmatched = unmatched_rules(self.matrices_settings.rules, names)
-        if unmatched:
-            example = next((name for name in names if "linear" in name), names[0])
-            raise CheckpointError(
-                f"rule '{unmatched[0]}' (--matrix-rule or --matrix-rules) matches no trainable "
-                f"parameter; names look like '{example}'."
-            )
-        if self.settings.to == "adam":
-            return dict.fromkeys(names, False)
-        routes = {}
-        for _, found in self._trained():
-            for parameter in found:
-                rule = merged_rule(self.matrices_settings.rules, parameter.name)
-                try:
-                    chosen = route(parameter.facts, rule, min_dim=self.matrices_settings.min_dim)
-                except ValueError as error:
-                    raise CheckpointError(f"{error}.") from error
-                routes[parameter.name] = chosen.optimizer == "matrix"
-        if not any(routes.values()):
-            raise CheckpointError(
-                f"no parameter is a matrix by the rules (--matrix-min-dim is "
-                f"{self.matrices_settings.min_dim}), so there is nothing for "
-                f"{self.settings.to} to train."
-            )
-        return routes
 
     # ---- tensors ------------------------------------------------------------------------------
 
@@ -195,14 +167,17 @@ class _Conversion:
             for state, plan in plans[parameter.name].items():
                 shape = parameter.facts.shape
                 yield OutTensor(
-                    key=self._key(state, parameter.name),
+                    key=self._key(state, parameter.name, is_matrix=self.is_matrix[parameter.name]),
                     shape=shape,
                     dtype=torch.float32,
                     chunks=(_chunk(plan, (0,) * len(shape), shape),),
                     rule=plan.rule,
                 )
 
-    def _key(self, state: str, name: str) -> str:
+    def _key(self, state: str, name: str, *, is_matrix: bool) -> str:
+        if self.settings.to == "muon":
+            # megatron-core chains an optimizer of matrices and Adam.
+            return f"chained_{0 if is_matrix else 1}.{state_key(state, name)}"
         is_adams = self.settings.to == "adam" and state == MASTER
         return state_key(MASTER_OF_ADAM if is_adams else state, name)
 
@@ -214,7 +189,8 @@ class _Conversion:
         plans: Sequence[_StatePlan],
     ) -> OutTensor:
         """One state of all layers and experts of a tensor of the model."""
-        name, first = self._key(state, key), plans[0]
+        is_matrix = self.is_matrix[found[0].name]
+        name, first = self._key(state, key, is_matrix=is_matrix), plans[0]
         same = all(
             (p.location and p.location.info) == (first.location and first.location.info)
             and p.factor == first.factor
@@ -325,13 +301,14 @@ class _Conversion:
                 optimizer=self.settings.to,
                 has_matrices=any(self.is_matrix.values()),
                 step=0 if self.fresh_adam else steps_of(self.source.groups),
+                momentum=float(common.argument("muon_momentum", MatrixConfig.momentum)),
             ),
             self.source.grad_scaler,
         )
         args = arguments(common, self.settings.to, saved_flags(self.settings))
         if args is not None:
             value["args"] = args
-        value["content_metadata"] = content_metadata(common)
+        value["content_metadata"] = content_metadata(common, self.settings.to)
         return value
 
     def _notes(self) -> Iterator[str]:

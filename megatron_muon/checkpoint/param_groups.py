@@ -36,14 +36,16 @@ class TargetGroups:
     """What becomes of the groups.
 
     Attributes:
-        optimizer: ``adam``, ``dmuon`` or ``orth_dion``.
+        optimizer: ``adam``, ``dmuon``, ``orth_dion`` or ``muon``.
         has_matrices: Whether any dense parameter, and whether any expert, is a matrix.
         step: Number of steps.
+        momentum: β of megatron-core's muon, which its groups carry.
     """
 
     optimizer: str
     has_matrices: bool
     step: int
+    momentum: float
 
 
 def optimizer_state(
@@ -68,6 +70,12 @@ def optimizer_state(
     for group in base:
         group["step"] = target.step
     scaler = {} if grad_scaler is None else {"grad_scaler": grad_scaler}
+    if target.optimizer == "muon":
+        return dict(
+            enumerate(
+                {**state, **scaler} for state in _upstream_states(base, source, target.momentum)
+            )
+        )
     sharding = {"param_state_sharding_type": "fully_reshardable"}
     if target.optimizer in OPTIMIZERS:
         groups = base + _matrix_groups(base, source, target)
@@ -106,6 +114,26 @@ def _matrix_groups(
     return list(found.values())
 
 
+def _upstream_states(
+    base: Sequence[dict[str, Any]], source: Sequence[dict[str, Any]], momentum: float
+) -> list[dict[str, Any]]:
+    """The states of megatron-core's muon and of the Adam that it chains to it."""
+    if any(group.get("is_expert_parallel") for group in base):
+        raise CheckpointError(
+            "megatron-core's muon chains further optimizers for experts of expert parallelism, "
+            "which is not supported: save at --expert-model-parallel-size 1 and convert that."
+        )
+    ours = [group for group in source if group.get(GROUP_KEY)]
+    plain = ours or [group for group in base if group.get("wd_mult", 1.0) != 0.0]
+    left_out = {*_OURS, "params", "step", "betas", "eps", "bias_correction"}
+    matrices = [
+        {k: v for k, v in group.items() if k not in left_out} | {"momentum": momentum}
+        for group in plain
+    ]
+    scalars = [{**group, "optimizer": "adam"} for group in base]
+    return [{"optimizer": {"param_groups": groups}} for groups in (matrices, scalars)]
+
+
 def arguments(
     common: CommonState, optimizer: str, settings: Mapping[str, Any]
 ) -> argparse.Namespace | None:
@@ -121,21 +149,28 @@ def arguments(
         return None
     args = argparse.Namespace(**vars(saved))
     is_ours = optimizer in OPTIMIZERS
-    args.optimizer = "adam"  # what ours shows to Megatron, too
-    args.use_distributed_optimizer = True
-    args.dist_ckpt_optim_fully_reshardable = True
+    is_muon = optimizer == "muon"
+    args.optimizer = "muon" if is_muon else "adam"  # what ours shows to Megatron, too
+    args.use_distributed_optimizer = not is_muon
+    args.dist_ckpt_optim_fully_reshardable = not is_muon
     args.matrix_optimizer = optimizer if is_ours else None
     if hasattr(args, "use_layer_wise_distributed_optimizer"):
-        args.use_layer_wise_distributed_optimizer = False
+        args.use_layer_wise_distributed_optimizer = is_muon
     if is_ours:
         for name, value in settings.items():
             setattr(args, name, value)
     return args
 
 
-def content_metadata(common: CommonState) -> dict[str, Any]:
+def content_metadata(common: CommonState, optimizer: str) -> dict[str, Any]:
     """The entry ``content_metadata``: how the optimizer's state is sharded."""
     found = dict(common.value.get("content_metadata") or {})
+    if optimizer == "muon":
+        # Only then does megatron-core look for state under the prefixes of its chain.
+        found.pop("distrib_optim_fully_reshardable_mem_efficient", None)
+        found |= {"distrib_optim_sharding_type": "dp_reshardable"}
+        found.setdefault("singleton_local_shards", False)
+        return found
     found |= {
         "distrib_optim_sharding_type": "fully_reshardable",
         "distrib_optim_fully_reshardable_mem_efficient": False,

@@ -17,7 +17,8 @@ from megatron_muon.config import SCALE_MODE, MatrixConfig
 from megatron_muon.linalg import STATE_DTYPES
 from megatron_muon.matrices import Rule, load_rules, parse_rule
 
-TARGETS = ("adam", "dmuon", "orth_dion")
+TARGETS = ("adam", "dmuon", "orth_dion", "muon")
+"""Optimizers to convert to; ``muon`` is megatron-core's own, layer-wise."""
 
 _FLAGS: Mapping[str, tuple[str, str]] = {
     # destination of the flag, as in Megatron's saved arguments -> (field of MatrixConfig, flag)
@@ -39,7 +40,7 @@ class ConvertSettings:
     """What ``convert`` is to do.
 
     Attributes:
-        to: ``adam``, ``dmuon`` or ``orth_dion``.
+        to: One of ``TARGETS``.
         matrix: Settings of the target's matrices.
         heavy_ball: β when the source's momentum is a sum of gradients and no average.
         right_factor: Where Orth-Dion's V comes from: ``momentum`` or ``seeded``.
@@ -122,7 +123,7 @@ def matrix_settings(options: argparse.Namespace, common: CommonState) -> MatrixC
 
 def _rules(options: argparse.Namespace, common: CommonState) -> tuple[Rule, ...]:
     file, texts = options.matrix_rules, list(options.matrix_rule)
-    if file is None and not texts and options.to != "adam":
+    if file is None and not texts and options.to not in ("adam", "muon"):
         file = common.argument("matrix_rules")
         texts = list(common.argument("matrix_rule") or ())
         if file is not None and not Path(file).exists():

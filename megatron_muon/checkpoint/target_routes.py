@@ -1,0 +1,60 @@
+"""Which parameters the target of a conversion trains as matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megatron_muon.checkpoint.errors import CheckpointError
+from megatron_muon.checkpoint.parameters import StoredParameter
+from megatron_muon.checkpoint.settings import ConvertSettings
+from megatron_muon.matrices import merged_rule, route, unmatched_rules
+
+
+def target_routes(
+    parameters: Sequence[StoredParameter], settings: ConvertSettings
+) -> dict[str, bool]:
+    """Whether a parameter is a matrix, by name; decided by the rules of training.
+
+    Args:
+        parameters: All that have state.
+        settings: The target and the user's rules.
+
+    Raises:
+        CheckpointError: A rule that matches nothing or cannot be, or nothing is a matrix.
+    """
+    names = [parameter.name for parameter in parameters]
+    unmatched = unmatched_rules(settings.matrix.rules, names)
+    if unmatched:
+        example = next((name for name in names if "linear" in name), names[0])
+        raise CheckpointError(
+            f"rule '{unmatched[0]}' (--matrix-rule or --matrix-rules) matches no trainable "
+            f"parameter; names look like '{example}'."
+        )
+    if settings.to == "adam":
+        return dict.fromkeys(names, False)
+    if settings.to == "muon":
+        routes = {parameter.name: _is_upstreams(parameter) for parameter in parameters}
+    else:
+        routes = {parameter.name: _is_matrix(parameter, settings) for parameter in parameters}
+    if not any(routes.values()):
+        raise CheckpointError(
+            f"no parameter is a matrix by the rules (--matrix-min-dim is "
+            f"{settings.matrix.min_dim}), so there is nothing for {settings.to} to train."
+        )
+    return routes
+
+
+def _is_matrix(parameter: StoredParameter, settings: ConvertSettings) -> bool:
+    rule = merged_rule(settings.matrix.rules, parameter.name)
+    try:
+        chosen = route(parameter.facts, rule, min_dim=settings.matrix.min_dim)
+    except ValueError as error:
+        raise CheckpointError(f"{error}.") from error
+    return chosen.optimizer == "matrix"
+
+
+def _is_upstreams(parameter: StoredParameter) -> bool:
+    """megatron-core's ``_is_nonlinear_or_embedding``: routers and position embeddings are its."""
+    pieces = parameter.name.split(".")
+    is_flagged = "word_embeddings" in pieces or "output_layer" in pieces
+    return len(parameter.facts.shape) == 2 and not is_flagged

@@ -1,0 +1,238 @@
+"""Offline conversion of checkpoints that real runs saved, and real runs that go on from them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_muon.checkpoint.__main__ import main
+from megatron_muon.checkpoint.reading import Checkpoint
+from tests.distributed.offline import (
+    ADAM,
+    ADAM_BUCKETS,
+    MUON,
+    RANK,
+    Saves,
+    convert,
+    different,
+    digest,
+    refused,
+    train,
+)
+from tests.distributed.test_checkpoint_saving import tensors_in
+from tests.distributed.test_pretrain import DMUON, ORTH_DION
+
+Ranks = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saves:
+    return Saves(ranks, tmp_path_factory.mktemp("saved"))
+
+
+def test_what_is_read_is_what_torch_reads(saved: Saves) -> None:
+    checkpoint = Checkpoint(saved(*DMUON))
+    whole = tensors_in(checkpoint.folder)
+    assert whole.keys() == checkpoint.tensors.keys()
+    assert all(checkpoint.read(key).equal(tensor) for key, tensor in whole.items())
+
+
+def test_adam_to_dmuon_and_back(ranks: Ranks, saved: Saves, tmp_path: Path) -> None:
+    """Through a run of dmuon at another layout, which loads and saves."""
+    adam = saved(*ADAM)
+    there = convert(adam, tmp_path / "dmuon", "dmuon")
+    assert different(adam, there, "fp32_param of ") == []
+    assert different(adam, there, "decoder.") == []
+    whole, moments = tensors_in(there.folder), tensors_in(Checkpoint(adam).folder)
+    name = "decoder.layers.mlp.linear_fc1.weight"
+    momentum = whole[f"optimizer.state.momentum_buffer.{name}"]
+    assert momentum.equal(moments[f"optimizer.state.exp_avg.{name}"]) and momentum.any()
+    train(ranks, tmp_path / "dmuon", tmp_path / "saved", DMUON, tp=2, steps=2)
+    assert different(there, tmp_path / "saved", "") == []
+    back = convert(tmp_path / "saved", tmp_path / "adam", "adam")
+    assert different(adam, back, "fp32_param of ") == []
+    assert different(adam, back, "exp_avg of embedding") == []
+    assert back.tensors.keys() == Checkpoint(adam).tensors.keys()
+    after = train(ranks, tmp_path / "adam", tmp_path / "on", ADAM, pp=2)
+    assert any(after)
+
+
+def test_two_other_layouts_go_on_alike(ranks: Ranks, saved: Saves, tmp_path: Path) -> None:
+    convert(saved(*ADAM), tmp_path / "c", "orth_dion", *RANK)
+    for name, sizes in (("tp", {"tp": 2}), ("pp", {"pp": 2})):
+        train(ranks, tmp_path / "c", tmp_path / name, ORTH_DION, **sizes)
+    assert different(tmp_path / "tp", tmp_path / "pp", "fp32_param of ", tolerance=1e-5) == []
+    moved = different(tmp_path / "tp", saved(*ADAM), "fp32_param of decoder", tolerance=1e-5)
+    assert len(moved) > 8
+
+
+@pytest.mark.parametrize("direction", ["muon to dmuon", "dmuon to muon"])
+def test_upstream_muon_and_dmuon_go_on_alike(
+    ranks: Ranks, saved: Saves, tmp_path: Path, direction: str
+) -> None:
+    """The same momentum bit by bit, and the same next update but for the order of sums."""
+    precise = (*MUON, "--muon-fp32-matmul-prec", "high")
+    flags = (*DMUON[:2], "--bf16", "--matrix-no-split-gate-up", "--dmuon-compute-dtype", "fp32")
+    here, there = (precise, flags) if direction == "muon to dmuon" else (flags, precise)
+    source = saved(*here)
+    converted = convert(source, tmp_path / "c", there[1])
+    for state in ("fp32_param of ", "momentum_buffer of ", "exp_avg of ", "exp_avg_sq of "):
+        assert different(source, converted, state) == []
+    train(ranks, source, tmp_path / "here", here)
+    train(ranks, tmp_path / "c", tmp_path / "there", there)
+    for state in ("fp32_param of ", "momentum_buffer of ", "exp_avg of ", "exp_avg_sq of "):
+        assert different(tmp_path / "here", tmp_path / "there", state, 1e-5) == []
+    moved = different(tmp_path / "here", source, "fp32_param of ", 1e-2)
+    assert len(moved) > 8, "one step changes weights by a thousand times as much"
+
+
+def test_right_factors_have_the_names_of_training(saved: Saves, tmp_path: Path) -> None:
+    there = convert(saved(*DMUON), tmp_path / "c", "orth_dion", *RANK)
+    real = Checkpoint(saved(*ORTH_DION))
+    shapes = [
+        {key: info.shape for key, info in checkpoint.tensors.items()}
+        for checkpoint in (there, real)
+    ]
+    assert shapes[0] == shapes[1]
+
+
+def test_layers_that_follow_other_rules(ranks: Ranks, saved: Saves, tmp_path: Path) -> None:
+    """A rule on one layer: its states are stored under its own name, and back again."""
+    rule = ("--matrix-rule", "*.layers.0.mlp.linear_fc2.weight:optimizer=adam")
+    there = convert(saved(*ADAM), tmp_path / "dmuon", "dmuon", *rule)
+    key = "optimizer.state.exp_avg_sq.decoder.layers.0.mlp.linear_fc2.weight"
+    assert there.tensors[key].shape == (32, 48)
+    train(ranks, tmp_path / "dmuon", tmp_path / "saved", (*DMUON, *rule), tp=2, steps=2)
+    assert different(there, tmp_path / "saved", "") == []
+    back = convert(tmp_path / "saved", tmp_path / "adam", "adam")
+    assert different(saved(*ADAM), back, "fp32_param of ") == []
+    assert back.tensors.keys() == Checkpoint(saved(*ADAM)).tensors.keys()
+
+
+def test_both_homes_of_the_common_state(ranks: Ranks, saved: Saves, tmp_path: Path) -> None:
+    old = convert(saved(*DMUON), tmp_path / "old", "dmuon", "--megatron-version", "0.18")
+    assert old.common.in_file and (old.folder / "common.pt").exists()
+    train(ranks, tmp_path / "old", tmp_path / "on", DMUON)
+    again = convert(tmp_path / "old", tmp_path / "new", "dmuon", "--megatron-version", "0.19.2")
+    assert not again.common.in_file and not (again.folder / "common.pt").exists()
+    assert main(["verify", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
+
+
+def test_inspect_tells_what_is_there(saved: Saves, capsys: pytest.CaptureFixture[str]) -> None:
+    known = {
+        ADAM: "adam",
+        ADAM_BUCKETS: "adam",
+        MUON: "muon",
+        DMUON: "dmuon",
+        ORTH_DION: "orth_dion",
+    }
+    for flags, name in known.items():
+        capsys.readouterr()
+        assert main(["inspect", str(saved(*flags)), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["optimizer"], found["step"]) == (name, 2)
+        assert found["layout"]["TP"] == 1 and found["layout"]["DP"] == 2
+    assert main(["inspect", str(saved(*DMUON))]) == 0
+    assert "decoder.layers.mlp.linear_fc1.weight  2x96x32  float32" in capsys.readouterr().out
+
+
+def test_verify_finds_a_difference(
+    saved: Saves, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(saved(*ADAM)), str(saved(*DMUON)), "--part", "weights"]) == 1
+    table = capsys.readouterr().out
+    assert "decoder.layers.mlp.linear_fc1.weight" in table and "largest difference" in table
+    assert main(["verify", str(saved(*ADAM)), str(saved(*ADAM))]) == 0
+    loose = ["--part", "weights", "--tolerance", "1"]
+    assert main(["verify", str(saved(*ADAM)), str(saved(*DMUON)), *loose]) == 0
+
+
+def test_dry_run_writes_nothing(
+    saved: Saves, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    target = str(tmp_path / "c")
+    assert main(["convert", str(saved(*DMUON)), target, "--to", "adam", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    key = "optimizer.state.exp_avg_sq.decoder.layers.mlp.linear_fc1.weight"
+    assert f"{key}  2x96x32  float32  exp_avg_sq starts at zero" in said
+    assert "exp_avg_sq of decoder.layers.1.mlp.linear_fc1.weight" in said
+    assert not (tmp_path / "c").exists()
+
+
+def test_buckets_are_refused_with_the_way_out(
+    saved: Saves, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = refused(
+        capsys, "convert", str(saved(*ADAM_BUCKETS)), str(tmp_path / "c"), "--to", "dmuon"
+    )
+    assert "dp_reshardable" in said and "--dist-ckpt-optim-fully-reshardable" in said
+
+
+def _truncate(folder: Path) -> None:
+    path = folder / "__1_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _flip(folder: Path) -> None:
+    """A byte of a tensor's data that conversion must compute with."""
+    checkpoint = Checkpoint(folder)
+    name = "optimizer.state.momentum_buffer.decoder.layers.mlp.linear_fc2.weight"
+    place = checkpoint.tensors[name].chunks[0].place
+    path = folder / place.file
+    data = bytearray(path.read_bytes())
+    data[place.start + place.length // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "flags", "sentence"),
+    [
+        (_truncate, (), "bytes, and its index says"),
+        (_flip, (), "Bad CRC-32"),
+        (lambda f: (f / "__0_0.distcp").unlink(), (), "its file __0_0.distcp is missing"),
+        (lambda f: (f / "metadata.json").write_text("[1"), (), "cannot be read as JSON"),
+        (lambda f: (f / ".metadata").write_bytes(b"cos\nsystem\n."), (), "foreign pickle"),
+        (None, ("--matrix-rule", "*.nothing:optimizer=adam"), "matches no trainable parameter"),
+        (None, ("--matrix-rule", "nonsense"), "a rule needs a pattern"),
+        (None, ("--step", "7"), "there is no iter_0000007"),
+        (None, ("--matrix-min-dim", "4096"), "no parameter is a matrix"),
+        (None, ("--orth-dion-rank-fraction", "2"), "must be in (0, 1]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_cannot_be_converted_is_told(
+    saved: Saves,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], Any] | None,
+    flags: tuple[str, ...],
+    sentence: str,
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(saved(*DMUON), source)
+    if damage is not None:
+        damage(next(source.glob("iter_*")))
+    before = digest(source)
+    command = ("convert", str(source), str(tmp_path / "c"), "--to", "orth_dion", *flags)
+    assert sentence in refused(capsys, *command)
+    assert digest(source) == before
+    assert not (tmp_path / "c").exists()
+
+
+def test_nothing_is_overwritten(
+    saved: Saves, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert(saved(*ADAM), tmp_path / "c", "dmuon")
+    before = digest(tmp_path / "c")
+    command = ("convert", str(saved(*ADAM)), str(tmp_path / "c"), "--to", "adam")
+    assert "type --overwrite" in refused(capsys, *command)
+    assert digest(tmp_path / "c") == before
+    convert(saved(*ADAM), tmp_path / "c", "adam", "--overwrite")
+    onto_itself = ("convert", str(tmp_path / "c"), str(tmp_path / "c"), "--to", "dmuon")
+    assert "is the source itself" in refused(capsys, *onto_itself, "--overwrite")

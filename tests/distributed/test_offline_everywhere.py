@@ -1,0 +1,141 @@
+"""Conversions of every kind of model and optimizer, and what they cost; the slow tests."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatron_muon.checkpoint.reading import Checkpoint
+from tests.distributed.offline import (
+    ADAM,
+    MOE,
+    MTP,
+    MUON,
+    RANK,
+    TARGET,
+    Saves,
+    convert,
+    different,
+    pretrain_on_counting,
+    train,
+)
+from tests.distributed.test_pretrain import DMUON, ORTH_DION
+
+Ranks = Callable[..., list[Any]]
+Flags = tuple[str, ...]
+
+pytestmark = pytest.mark.slow
+
+MODELS: dict[str, Flags] = {"dense": (), "experts": MOE, "mtp": MTP}
+SOURCES: dict[str, Flags] = {"adam": ADAM, "dmuon": DMUON, "orth_dion": ORTH_DION, "muon": MUON}
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saves:
+    return Saves(ranks, tmp_path_factory.mktemp("saved"))
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("source", list(SOURCES))
+def test_every_conversion_goes_on_at_two_other_layouts(
+    ranks: Ranks, saved: Saves, tmp_path: Path, model: str, source: str
+) -> None:
+    """The next step of both gives the same masters, and another than where it started."""
+    here = saved(*SOURCES[source], *MODELS[model])
+    # bf16 weights make every layout round in another way.
+    tolerance, half = (2e-2, ("--bf16",)) if source == "muon" else (1e-5, ())
+    for target in ("adam", "dmuon", "orth_dion"):
+        flags = (*TARGET[target], *MODELS[model], *half)
+        there = convert(here, tmp_path / target, target, *RANK)
+        assert different(here, there, "fp32_param of ") == []
+        layouts: dict[str, dict[str, Any]] = {"tp": {"tp": 2}, "pp": {"pp": 2}}
+        if model == "experts":
+            layouts["tp"] = {}
+            if target != "adam":  # whose groups say themselves whether they are of experts
+                flags = (*flags, "--expert-model-parallel-size", "1")
+        results = []
+        for name, sizes in layouts.items():
+            results.append(tmp_path / f"{target}-{name}")
+            train(ranks, tmp_path / target, results[-1], flags, **sizes)
+        assert different(*results, "fp32_param of ", tolerance) == []
+        assert len(different(results[0], there, "fp32_param of ")) > 8
+
+
+@pytest.mark.parametrize("target", ["dmuon", "orth_dion"])
+def test_experts_go_on_at_two_ranks_of_experts(
+    ranks: Ranks, saved: Saves, tmp_path: Path, target: str
+) -> None:
+    convert(saved(*ADAM, *MOE), tmp_path / "c", target, *RANK)
+    results = []
+    for size in ("1", "2"):
+        results.append(tmp_path / size)
+        flags = (*TARGET[target], *MOE, "--expert-model-parallel-size", size)
+        train(ranks, tmp_path / "c", results[-1], flags)
+    assert different(*results, "fp32_param of ", 1e-5) == []
+
+
+@pytest.mark.parametrize("model", ["experts", "mtp"])
+def test_names_of_right_factors(saved: Saves, tmp_path: Path, model: str) -> None:
+    there = convert(saved(*DMUON, *MODELS[model]), tmp_path / "c", "orth_dion", *RANK)
+    real = Checkpoint(saved(*ORTH_DION, *MODELS[model]))
+    assert {k: i.shape for k, i in there.tensors.items()} == {
+        k: i.shape for k, i in real.tensors.items()
+    }
+
+
+def test_a_warm_start_is_no_worse_than_a_cold_one(ranks: Ranks, tmp_path: Path) -> None:
+    """dmuon, converted to orth_dion, against orth_dion from the same weights without state."""
+    run = pretrain_on_counting
+    steps, more = 12, 6
+    start = tmp_path / "start"
+    train(ranks, start, start, DMUON, steps=steps, run=run)
+    convert(start, tmp_path / "warm", "orth_dion", *RANK)
+    losses = {}
+    for name, folder, flags in (
+        ("warm", tmp_path / "warm", ORTH_DION),
+        ("cold", start, (*ORTH_DION, "--no-load-optim")),
+    ):
+        results = train(ranks, folder, tmp_path / f"{name}-on", flags, steps=steps + more, run=run)
+        per_step = len(results[0]) // more
+        losses[name] = [
+            sum(sum(seen[step * per_step : (step + 1) * per_step]) for seen in results)
+            / (per_step * len(results))
+            for step in range(more)
+        ]
+    print(losses)
+    assert losses["warm"][0] == pytest.approx(losses["cold"][0], rel=1e-5), "the same weights"
+    assert sum(losses["warm"][1:]) <= sum(losses["cold"][1:])
+    assert losses["warm"][-1] < losses["warm"][0]
+
+
+@pytest.fixture(scope="module")
+def measuring() -> ModuleType:
+    """tools/measure_conversion.py."""
+    path = Path(__file__).parents[2] / "tools" / "measure_conversion.py"
+    spec = importlib.util.spec_from_file_location("measure_conversion", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    import sys
+
+    sys.modules["measure_conversion"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("to", ["dmuon", "orth_dion"])
+def test_memory_does_not_grow_with_the_checkpoint(
+    measuring: ModuleType, tmp_path: Path, to: str
+) -> None:
+    """Beyond what Python and torch need to start: a few chunks, whatever the checkpoint holds."""
+    measuring.make_checkpoint(tmp_path / "source", 0.5)
+    infos = Checkpoint(tmp_path / "source").tensors.values()
+    total, largest = sum(i.nbytes for i in infos), max(i.nbytes for i in infos)
+    command = ["convert", str(tmp_path / "source"), str(tmp_path / "c"), "--to", to]
+    found = measuring.measure([*command, "--workers", "1"])
+    assert found.peak - found.start_peak < 2 * largest + 50e6 < 0.9 * total
+    assert found.peak < 1e9 + largest
