@@ -242,6 +242,8 @@ class _Conversion:
         return plans
 
     def _momentum(self, name: str, states: Mapping[str, Location]) -> _StatePlan:
+        if self.settings.momentum_start == "zero":
+            return self._zero(MOMENTUM, name)
         if MOMENTUM in states:
             location, convention, said = states[MOMENTUM], self.matrix_source, MOMENTUM
         elif ADAM_STATES[0] in states:
@@ -267,7 +269,7 @@ class _Conversion:
     def _momentum_box(self, parameter: StoredParameter) -> Box | None:
         states = self.source.states[parameter.name]
         location = states.get(MOMENTUM) or states.get(ADAM_STATES[0])
-        if location is None:
+        if location is None or self.settings.momentum_start == "zero":
             return None
         return Box(key=location.info.key, offset=location.offset, shape=location.shape)
 

@@ -38,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the source's momentum is a sum (M = BETA M + G), not an average",
     )
     parser.add_argument(
+        "--momentum-start",
+        choices=("source", "zero"),
+        default="source",
+        help="the matrices' momentum: from the source's state, or zero",
+    )
+    parser.add_argument(
         "--right-factor-start",
         choices=("momentum", "seeded"),
         default="momentum",
@@ -71,6 +77,7 @@ def run(options: argparse.Namespace) -> int:
         to=options.to,
         matrix=matrix_settings(options, checkpoint.common),
         heavy_ball=options.heavy_ball,
+        momentum_start=options.momentum_start,
         right_factor=options.right_factor_start,
         megatron_version=options.megatron_version,
     )

@@ -43,6 +43,7 @@ class ConvertSettings:
         to: One of ``TARGETS``.
         matrix: Settings of the target's matrices.
         heavy_ball: β when the source's momentum is a sum of gradients and no average.
+        momentum_start: ``source``, or ``zero`` to let the matrices start without momentum.
         right_factor: Where Orth-Dion's V comes from: ``momentum`` or ``seeded``.
         megatron_version: Version of megatron-core that is to read the result, None for the
             source's home of the common state.
@@ -51,6 +52,7 @@ class ConvertSettings:
     to: str
     matrix: MatrixConfig
     heavy_ball: float | None = None
+    momentum_start: Literal["source", "zero"] = "source"
     right_factor: Literal["momentum", "seeded"] = "momentum"
     megatron_version: tuple[int, int] | None = None
 

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_muon.checkpoint.names import MASTER, MASTER_OF_ADAM, split_state_key
+from megatron_muon.checkpoint.names import (
+    MASTER,
+    MASTER_OF_ADAM,
+    RIGHT_FACTOR,
+    split_state_key,
+)
 from megatron_muon.checkpoint.parameters import model_tensors, stored_parameters
 from megatron_muon.checkpoint.reading import Checkpoint
 from megatron_muon.checkpoint.source_state import Location
@@ -102,7 +107,7 @@ def _entries(checkpoint: Checkpoint, part: str) -> Mapping[str, _Entry]:
             found[key] = _Entry(location=whole, shape=info.shape)
             continue
         state = MASTER if known[0] == MASTER_OF_ADAM else known[0]
-        if known[1] not in parameters:
+        if state == RIGHT_FACTOR or known[1] not in parameters:  # V has its matrix's name
             found[f"{state} of {known[1]}"] = _Entry(location=whole, shape=info.shape)
             continue
         for parameter in parameters[known[1]]:

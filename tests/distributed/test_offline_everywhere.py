@@ -17,6 +17,7 @@ from tests.distributed.offline import (
     MTP,
     MUON,
     RANK,
+    STEPS,
     TARGET,
     Saves,
     convert,
@@ -24,6 +25,7 @@ from tests.distributed.offline import (
     pretrain_on_counting,
     train,
 )
+from tests.distributed.pretraining import of_step
 from tests.distributed.test_pretrain import DMUON, ORTH_DION
 
 Ranks = Callable[..., list[Any]]
@@ -40,30 +42,43 @@ def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saves:
     return Saves(ranks, tmp_path_factory.mktemp("saved"))
 
 
-@pytest.mark.parametrize("model", list(MODELS))
-@pytest.mark.parametrize("source", list(SOURCES))
+@pytest.mark.parametrize(
+    ("model", "source", "targets"),
+    [
+        ("dense", "adam", ("dmuon", "orth_dion")),
+        ("dense", "dmuon", ("adam", "orth_dion")),
+        ("dense", "orth_dion", ("adam", "dmuon")),
+        ("dense", "muon", ("adam", "dmuon", "orth_dion")),
+        ("experts", "adam", ("dmuon",)),
+        ("experts", "muon", ("orth_dion",)),
+        ("experts", "orth_dion", ("adam",)),
+        ("mtp", "adam", ("orth_dion",)),
+        ("mtp", "dmuon", ("adam",)),
+    ],
+)
 def test_every_conversion_goes_on_at_two_other_layouts(
-    ranks: Ranks, saved: Saves, tmp_path: Path, model: str, source: str
+    ranks: Ranks, saved: Saves, tmp_path: Path, model: str, source: str, targets: Flags
 ) -> None:
-    """The next step of both gives the same masters, and another than where it started."""
+    """It is loaded to the last bit at both, and both go on with the same losses."""
     here = saved(*SOURCES[source], *MODELS[model])
-    # bf16 weights make every layout round in another way.
-    tolerance, half = (2e-2, ("--bf16",)) if source == "muon" else (1e-5, ())
-    for target in ("adam", "dmuon", "orth_dion"):
+    half = ("--bf16",) if source == "muon" else ()
+    layouts: dict[str, dict[str, Any]] = {"tp": {"tp": 2}, "pp": {"pp": 2}}
+    if model == "experts":
+        layouts["tp"] = {}  # TP with experts asks for sequence lengths that these runs do not have
+    for target in targets:
         flags = (*TARGET[target], *MODELS[model], *half)
         there = convert(here, tmp_path / target, target, *RANK)
         assert different(here, there, "fp32_param of ") == []
-        layouts: dict[str, dict[str, Any]] = {"tp": {"tp": 2}, "pp": {"pp": 2}}
-        if model == "experts":
-            layouts["tp"] = {}
-            if target != "adam":  # whose groups say themselves whether they are of experts
-                flags = (*flags, "--expert-model-parallel-size", "1")
-        results = []
+        losses = []
         for name, sizes in layouts.items():
-            results.append(tmp_path / f"{target}-{name}")
-            train(ranks, tmp_path / target, results[-1], flags, **sizes)
-        assert different(*results, "fp32_param of ", tolerance) == []
-        assert len(different(results[0], there, "fp32_param of ")) > 8
+            loaded = tmp_path / f"{target}-{name}"
+            train(ranks, tmp_path / target, loaded, flags, **sizes, steps=STEPS)
+            assert different(there, loaded, "") == []
+            on = tmp_path / f"{target}-{name}-on"
+            told = train(ranks, loaded, on, flags, **sizes, steps=STEPS + 2)
+            losses.append([of_step(told, step, 2) for step in range(2)])
+            assert len(different(on, there, "fp32_param of ")) > 8
+        assert losses[0] == pytest.approx(losses[1], rel=1e-2 if half else 1e-4)
 
 
 @pytest.mark.parametrize("target", ["dmuon", "orth_dion"])
@@ -76,7 +91,7 @@ def test_experts_go_on_at_two_ranks_of_experts(
         results.append(tmp_path / size)
         flags = (*TARGET[target], *MOE, "--expert-model-parallel-size", size)
         train(ranks, tmp_path / "c", results[-1], flags)
-    assert different(*results, "fp32_param of ", 1e-5) == []
+    assert different(*results, "fp32_param of ", 1e-4) == []
 
 
 @pytest.mark.parametrize("model", ["experts", "mtp"])
