@@ -38,7 +38,8 @@ def another_optimizer(saved: str, ours: str, *, to_type: str | None = None) -> s
     with_it = f"type --optimizer {to_type} to go on with it, or " if to_type else ""
     return (
         f"the checkpoint holds optimizer state of {saved}, and this run is --optimizer "
-        f"{ours}: {with_it}{START_ANEW}"
+        f"{ours}: {with_it}{START_ANEW}, or convert its state with python -m "
+        f"megatron_muon.checkpoint convert FOLDER NEW --to {ours}, and load NEW"
     )
 
 
