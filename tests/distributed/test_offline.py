@@ -71,7 +71,9 @@ def test_two_other_layouts_go_on_alike(ranks: Ranks, saved: Saves, tmp_path: Pat
     assert len(moved) > 8
 
 
-@pytest.mark.parametrize("direction", ["muon to dmuon", "dmuon to muon"])
+@pytest.mark.parametrize(
+    "direction", ["muon to dmuon", pytest.param("dmuon to muon", marks=pytest.mark.slow)]
+)
 def test_upstream_muon_and_dmuon_go_on_alike(
     ranks: Ranks, saved: Saves, tmp_path: Path, direction: str
 ) -> None:
@@ -99,6 +101,22 @@ def test_right_factors_have_the_names_of_training(saved: Saves, tmp_path: Path) 
         for checkpoint in (there, real)
     ]
     assert shapes[0] == shapes[1]
+
+
+def test_adam_that_starts_anew_counts_anew(saved: Saves, tmp_path: Path) -> None:
+    """Bias correction of a state that is zero belongs to step 0, and to no warm first moment."""
+    anew = convert(saved(*DMUON), tmp_path / "adam", "adam")
+    groups = anew.common.value["optimizer"]["optimizer"]["param_groups"]
+    assert [group["step"] for group in groups] == [0, 0]
+    assert not any("matrix_optimizer" in group for group in groups)
+    name = "decoder.layers.mlp.linear_fc1.weight"
+    for state in ("exp_avg", "exp_avg_sq"):
+        assert not anew.read(f"optimizer.state.{state}.{name}").any()
+    warm = convert(saved(*ADAM), tmp_path / "dmuon", "dmuon")
+    groups = warm.common.value["optimizer"]["optimizer"]["param_groups"]
+    assert [group["step"] for group in groups] == [2, 2, 2]
+    assert [group.get("matrix_optimizer") for group in groups] == [None, None, "dmuon"]
+    assert warm.common.argument("matrix_optimizer") == "dmuon"
 
 
 def test_layers_that_follow_other_rules(ranks: Ranks, saved: Saves, tmp_path: Path) -> None:

@@ -300,6 +300,7 @@ write_checkpoint(Path({folder!r}), output("sleeps"))
 """
 
 
+@pytest.mark.slow
 def test_a_terminated_run_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "iter_0000003"
     code = _TERMINATED.format(root=str(ROOT), folder=str(folder))

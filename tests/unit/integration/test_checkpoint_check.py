@@ -55,6 +55,7 @@ def test_what_fits_is_not_mentioned(wanted: Keys, optimizer: str) -> None:
         (MUON, "holds optimizer state of megatron-core's muon, and this run is --optimizer dmuon"),
         (ORTH_DION, "holds optimizer state of orth_dion, and this run is --optimizer dmuon: type"),
         (ORTH_DION, "type --optimizer orth_dion to go on with it, or --no-load-optim"),
+        (ADAM, "python -m megatron_muon.checkpoint convert FOLDER NEW --to dmuon"),
     ],
 )
 def test_another_optimizers_checkpoint(found: Keys, said: str) -> None:
