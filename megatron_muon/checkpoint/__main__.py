@@ -1,6 +1,6 @@
 """Distributed checkpoints offline: no GPU, no process group, no Megatron.
 
-    python -m megatron_muon.checkpoint {inspect,convert,verify} …
+    python -m megatron_muon.checkpoint {inspect,convert,import,export,verify} …
 
 Nothing in a checkpoint is ever run, sources are never changed, and what is written appears under
 its name when it is complete.
@@ -19,12 +19,20 @@ from typing import Any
 # Before torch starts its thread pool: it does not survive the fork of worker processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from megatron_muon.checkpoint import convert_command, inspection, verification
+from megatron_muon.checkpoint import (
+    convert_command,
+    export_command,
+    import_command,
+    inspection,
+    verification,
+)
 from megatron_muon.checkpoint.errors import CheckpointError
 
 COMMANDS: dict[str, Any] = {
     "inspect": inspection,
     "convert": convert_command,
+    "import": import_command,
+    "export": export_command,
     "verify": verification,
 }
 """Name to the module that holds HELP, add_arguments and run."""
