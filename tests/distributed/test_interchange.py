@@ -1,0 +1,487 @@
+"""import and export: checkpoints of real runs against the weights that the ranks held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon.checkpoint.__main__ import main
+from megatron_muon.checkpoint.reading import Checkpoint
+from tests.distributed.pretraining import VOCAB, pretrain
+from tests.distributed.test_pretrain import DMUON, ORTH_DION
+from tests.reference.muon import gate_up_parts, unit_parts
+from tests.tiny_gpt import gather_full
+
+Ranks = Callable[..., list[Any]]
+Tensors = dict[str, torch.Tensor]
+
+EXPERTS = (
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "40"),
+    *("--moe-router-load-balancing-type", "none", "--moe-token-dispatcher-type", "alltoall"),
+    *("--expert-model-parallel-size", "2"),
+)
+# The vocabulary of 62 is padded to 64.
+PADDED = ("--vocab-size", "62", "--make-vocab-size-divisible-by", "32")
+MORE = {"dense": PADDED, "experts": EXPERTS}
+HEADS, GROUPS, HIDDEN, FFN = 4, 2, 32, 48
+HEAD_DIM = HIDDEN // HEADS
+
+
+def trained(rank: int, *args: Any) -> tuple[list[float], Tensors]:
+    """Losses, and the whole weights of this rank's part of the model at the end."""
+    import megatron_muon
+
+    megatron_muon.install()
+    from megatron.training import training
+
+    built = []
+    original = training.get_megatron_optimizer
+
+    def remembers(*positional: Any, **named: Any) -> Any:
+        built.append(original(*positional, **named))
+        return built[-1]
+
+    training.get_megatron_optimizer = remembers
+    losses = pretrain(rank, *args)
+    found: Tensors = {}
+    for chunk in built[0].model_chunks:
+        found |= gather_full(chunk)
+    return losses, found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A run of two iterations: where it is, and its weights by Megatron's names."""
+
+    folder: Path
+    weights: Tensors
+    flags: tuple[str, ...]
+
+
+Runs = Callable[[str, str], tuple[Saved, Saved]]
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """(a run, one like it of another seed) of a model and an optimizer."""
+    made: dict[tuple[str, str], tuple[Saved, Saved]] = {}
+
+    def run(model: str, optimizer: str) -> tuple[Saved, Saved]:
+        if (model, optimizer) not in made:
+            flags = (*(DMUON if optimizer == "dmuon" else ORTH_DION), *MORE[model])
+            both = []
+            for seed in ("1", "2"):
+                folder = tmp_path_factory.mktemp(f"{model}-{optimizer}-{seed}")
+                more = (*flags, "--seed", seed)
+                tp, pp = (2, 1) if model == "dense" else (1, 1)
+                results = ranks(
+                    2, trained, folder, folder, tp, pp, 2, more, init_process_group=False
+                )
+                weights = {n: t for _, held in results for n, t in held.items()}
+                both.append(Saved(folder=folder, weights=weights, flags=flags))
+            made[model, optimizer] = (both[0], both[1])
+        return made[model, optimizer]
+
+    return run
+
+
+def tool(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def exported(saved: Saved, path: Path, *flags: str) -> dict[str, Any]:
+    assert tool("export", saved.folder, path, *flags) == 0
+    content: dict[str, Any] = torch.load(path, weights_only=True)
+    return content
+
+
+def unpadded(weights: Mapping[str, torch.Tensor]) -> Tensors:
+    rows = 62
+    return {
+        name: tensor[:rows] if "word_embeddings" in name or "output_layer" in name else tensor
+        for name, tensor in weights.items()
+    }
+
+
+def as_stored(weights: Mapping[str, torch.Tensor]) -> Tensors:
+    """Names as in Megatron's checkpoints: norms belong to the linear layers after them."""
+    fused = {
+        ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
+        ".pre_mlp_layernorm.weight": ".mlp.linear_fc1.layer_norm_weight",
+    }
+    found = {}
+    for name, tensor in weights.items():
+        for plain, stored in fused.items():
+            name = name.replace(plain, stored)
+        found[name] = tensor
+    return found
+
+
+def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+# ---- weights and states by name ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MORE)
+def test_weights_are_those_that_the_ranks_held(runs: Runs, tmp_path: Path, model: str) -> None:
+    saved, _ = runs(model, "dmuon")
+    content = exported(saved, tmp_path / "plain.pt")
+    weights = as_stored(saved.weights)
+    same(content["model"], unpadded(weights) if model == "dense" else weights)
+    states = content["state"]
+    assert content["optimizer"] == "dmuon" and content["step"] == 2
+    for name, weight in content["model"].items():
+        # In fp32 the weights are the masters.
+        assert torch.equal(states[name]["fp32_param"], weight)
+        is_adam = "momentum_buffer" not in states[name]
+        assert is_adam == ({"exp_avg", "exp_avg_sq"} < states[name].keys())
+        assert is_adam == (weight.dim() == 1 or any(p in name for p in ("emb", "out", "router")))
+
+
+@pytest.mark.parametrize("model", MORE)
+def test_fused_weights_are_taken_apart(runs: Runs, tmp_path: Path, model: str) -> None:
+    """Query group by query group, gate before up; said independently of the package."""
+    saved, _ = runs(model, "dmuon")
+    found = exported(saved, tmp_path / "hf.pt", "--names", "hf")["model"]
+    sizes = (HEADS // GROUPS * HEAD_DIM, HEAD_DIM, HEAD_DIM)
+    for layer in range(2):
+        before, after = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        qkv = saved.weights[before + "self_attention.linear_qkv.weight"]
+        for label, rows in zip("qkv", unit_parts(sizes, len(qkv)), strict=True):
+            assert torch.equal(found[f"{after}self_attn.{label}_proj.weight"], qkv[rows])
+        proj = saved.weights[before + "self_attention.linear_proj.weight"]
+        assert torch.equal(found[after + "self_attn.o_proj.weight"], proj)
+        feeds = {"mlp.": ("mlp.", FFN)}
+        if model == "experts":
+            feeds = {f"mlp.experts.local_experts.{e}.": (f"mlp.experts.{e}.", 40) for e in range(4)}
+            router = saved.weights[before + "mlp.router.weight"]
+            assert torch.equal(found[after + "mlp.gate.weight"], router)
+        for inner, (outer, size) in feeds.items():
+            fc1 = saved.weights[f"{before}{inner}linear_fc1.weight"]
+            gate, up = gate_up_parts(size)
+            assert torch.equal(found[f"{after}{outer}gate_proj.weight"], fc1[gate])
+            assert torch.equal(found[f"{after}{outer}up_proj.weight"], fc1[up])
+            fc2 = saved.weights[f"{before}{inner}linear_fc2.weight"]
+            assert torch.equal(found[f"{after}{outer}down_proj.weight"], fc2)
+        norm = saved.weights[before + "pre_mlp_layernorm.weight"]
+        assert torch.equal(found[after + "post_attention_layernorm.weight"], norm)
+    rows = 62 if model == "dense" else VOCAB
+    assert found["model.embed_tokens.weight"].shape == (rows, HIDDEN)
+    assert found["lm_head.weight"].shape == (rows, HIDDEN)
+    per_layer = 4 + 2 + (3 if model == "dense" else 1 + 4 * 3)
+    assert len(found) == 3 + 2 * per_layer
+
+
+@pytest.mark.parametrize("names", ["megatron", "hf"])
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [("dense", "dmuon"), ("dense", "orth_dion"), ("experts", "dmuon")],
+)
+def test_back_again_everything_has_the_same_bits(
+    runs: Runs,
+    ranks: Ranks,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    model: str,
+    optimizer: str,
+    names: str,
+) -> None:
+    """Into the form of a run with another seed, whose every value differs."""
+    saved, other = runs(model, optimizer)
+    exported(saved, tmp_path / "file.pt", "--names", names)
+    assert tool("verify", saved.folder, other.folder) == 1
+    arguments = ("--like", other.folder, "--names", names)
+    assert tool("import", tmp_path / "file.pt", tmp_path / "back", *arguments) == 0
+    assert "start at zero" not in capsys.readouterr().out
+    _same_but_for_padding(saved.folder, tmp_path / "back")
+
+
+def _same_but_for_padding(one: Path, other: Path) -> None:
+    first, second = Checkpoint(one), Checkpoint(other)
+    assert first.tensors.keys() == second.tensors.keys()
+    for key in first.tensors:
+        a, b = first.read(key), second.read(key)
+        if "word_embeddings" in key or "output_layer" in key:
+            a, b = a[:62], b[:62]
+        assert torch.equal(a, b), key
+
+
+def test_padding_rows_come_back_as_zeros(runs: Runs, tmp_path: Path) -> None:
+    saved, other = runs("dense", "dmuon")
+    exported(saved, tmp_path / "file.pt")
+    assert tool("import", tmp_path / "file.pt", tmp_path / "back", "--like", other.folder) == 0
+    found = Checkpoint(tmp_path / "back").read("embedding.word_embeddings.weight")
+    assert found.shape == (64, HIDDEN) and not found[62:].any() and found[:62].any(1).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 2)])
+def test_megatron_goes_on_from_what_was_imported(
+    runs: Runs, ranks: Ranks, tmp_path: Path, layout: tuple[int, int]
+) -> None:
+    saved, other = runs("dense", "orth_dion")
+    exported(saved, tmp_path / "file.pt", "--names", "hf")
+    arguments = ("--like", other.folder, "--names", "hf")
+    assert tool("import", tmp_path / "file.pt", tmp_path / "back", *arguments) == 0
+    losses = []
+    for folder in (saved.folder, tmp_path / "back"):
+        run = (folder, tmp_path / "next", *layout, 4, saved.flags)
+        losses.append([lost for lost, _ in ranks(2, trained, *run, init_process_group=False)])
+    straight, imported = losses
+    for a, b in zip(straight, imported, strict=True):
+        assert b == pytest.approx(a, rel=1e-4)
+
+
+# ---- other optimizers' state ------------------------------------------------------------------
+
+
+def _grads(parameters: Mapping[str, torch.Tensor]) -> None:
+    for number, parameter in enumerate(parameters.values()):
+        generator = torch.Generator().manual_seed(number)
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def test_torchs_muon_goes_on_and_comes_back(runs: Runs, tmp_path: Path) -> None:
+    """Its momentum after a step is that of the checkpoint with a gradient more."""
+    saved, other = runs("dense", "dmuon")
+    flags = ("--format", "torch-muon", "--names", "hf")
+    content = exported(saved, tmp_path / "torch.pt", *flags)
+    matrices = {
+        n: torch.nn.Parameter(content["model"][n])
+        for n in content["muon"]["param_groups"][0]["param_names"]
+    }
+    scalars = {
+        n: torch.nn.Parameter(content["model"][n])
+        for n in content["adamw"]["param_groups"][0]["param_names"]
+    }
+    assert set(matrices) | set(scalars) == set(content["model"])
+    muon = torch.optim.Muon(matrices.items())
+    adamw = torch.optim.AdamW(scalars.items())
+    muon.load_state_dict(content["muon"])
+    adamw.load_state_dict(content["adamw"])
+    beta = muon.param_groups[0]["momentum"]
+    assert beta == 0.9
+    before = {n: muon.state[p]["momentum_buffer"].clone() for n, p in matrices.items()}
+    assert all(buffer.any() for buffer in before.values())
+    _grads(matrices | scalars)
+    muon.step()
+    adamw.step()
+    model = {n: p.detach() for n, p in (matrices | scalars).items()}
+    stepped = {"model": model, "muon": muon.state_dict(), "adamw": adamw.state_dict()}
+    torch.save(stepped, tmp_path / "stepped.pt")
+    arguments = ("--like", other.folder, "--names", "hf")
+    assert tool("import", tmp_path / "stepped.pt", tmp_path / "back", *arguments) == 0
+    back = exported(
+        Saved(folder=tmp_path / "back", weights={}, flags=()), tmp_path / "b.pt", "--names", "hf"
+    )
+    same(back["model"], model)
+    assert back["step"] == 3
+    for name, parameter in matrices.items():
+        found = back["state"][name]["momentum_buffer"]
+        assert torch.equal(found, muon.state[parameter]["momentum_buffer"])
+        assert parameter.grad is not None
+        expected = torch.lerp(before[name], parameter.grad, 1 - beta)
+        torch.testing.assert_close(found, expected)
+    for name, parameter in scalars.items():
+        for state in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(back["state"][name][state], adamw.state[parameter][state])
+
+
+def test_orth_dion_as_microsofts_dion(runs: Runs, tmp_path: Path) -> None:
+    """Its fields are momentum and Q, (n, r) or, of a wide matrix, (m, r)."""
+    saved, other = runs("dense", "orth_dion")
+    content = exported(saved, tmp_path / "dion.pt", "--format", "dion", "--names", "hf")
+    groups = content["optimizer"]["param_groups"]
+    assert [group["algorithm"] for group in groups] == ["dion", "adamw"]
+    assert groups[0]["mu"] == 0.95 and groups[0]["step"] == 2
+    for number, name in zip(groups[0]["params"], groups[0]["param_names"], strict=True):
+        kept = content["optimizer"]["state"][number]
+        short = min(content["model"][name].shape)
+        assert kept["Q"].shape == (short, short // 2)
+        assert kept["momentum"].shape == content["model"][name].shape
+    arguments = ("--like", other.folder, "--names", "hf")
+    assert tool("import", tmp_path / "dion.pt", tmp_path / "back", *arguments) == 0
+    _same_but_for_padding(saved.folder, tmp_path / "back")
+
+
+def test_dmuon_as_microsofts_muon_is_a_sum(runs: Runs, tmp_path: Path) -> None:
+    saved, other = runs("dense", "dmuon")
+    plain = exported(saved, tmp_path / "plain.pt")["state"]
+    content = exported(saved, tmp_path / "dion.pt", "--format", "dion")["optimizer"]
+    (group, _) = content["param_groups"]
+    assert (group["algorithm"], group["mu"]) == ("muon", 0.9)
+    for number, name in zip(group["params"], group["param_names"], strict=True):
+        average = plain[name]["momentum_buffer"].double()
+        torch.testing.assert_close(
+            content["state"][number]["momentum"].double(), average / 0.1, rtol=1e-6, atol=0.0
+        )
+    assert tool("import", tmp_path / "dion.pt", tmp_path / "b", "--like", other.folder) == 0
+    again = exported(Saved(folder=tmp_path / "b", weights={}, flags=()), tmp_path / "again.pt")
+    for name, kept in plain.items():
+        for state, value in kept.items():
+            torch.testing.assert_close(again["state"][name][state], value, rtol=1e-6, atol=0.0)
+
+
+def test_a_sum_is_told_by_the_user(runs: Runs, tmp_path: Path) -> None:
+    """Heavy ball, S = M / (1 - β)."""
+    saved, other = runs("dense", "dmuon")
+    content = exported(saved, tmp_path / "torch.pt", "--format", "torch-muon")
+    for kept in content["muon"]["state"].values():
+        kept["momentum_buffer"] /= 1 - 0.75
+    torch.save(content, tmp_path / "sum.pt")
+    arguments = ("--like", other.folder, "--heavy-ball", "0.75")
+    assert tool("import", tmp_path / "sum.pt", tmp_path / "back", *arguments) == 0
+    key = "optimizer.state.momentum_buffer.decoder.layers.mlp.linear_fc2.weight"
+    expected, found = (Checkpoint(f).read(key) for f in (saved.folder, tmp_path / "back"))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
+
+
+def test_numbers_get_names_from_a_file(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, other = runs("dense", "dmuon")
+    content = exported(saved, tmp_path / "torch.pt", "--format", "torch-muon")
+    names = content["muon"]["param_groups"][0].pop("param_names")
+    bare = {"model": content["model"], "optimizer": content["muon"]}
+    torch.save(bare, tmp_path / "bare.pt")
+    arguments = (tmp_path / "bare.pt", tmp_path / "back", "--like", other.folder)
+    assert tool("import", *arguments) == 2
+    assert "name a file with --param-names" in capsys.readouterr().err
+    (tmp_path / "names.txt").write_text("\n".join(names))
+    assert tool("import", *arguments, "--param-names", tmp_path / "names.txt") == 0
+    said = capsys.readouterr().out
+    assert "states are not in the file and start at zero" in said
+    assert "  exp_avg of embedding.word_embeddings.weight" in said
+    for state, is_zero in (("momentum_buffer", False), ("exp_avg", True)):
+        owner = "decoder.layers.mlp.linear_fc2" if not is_zero else "decoder.final_layernorm"
+        found = Checkpoint(tmp_path / "back").read(f"optimizer.state.{state}.{owner}.weight")
+        assert bool(found.any()) is not is_zero
+
+
+def test_weights_alone(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model's state dict: masters are its weights, all else starts at zero and is listed."""
+    saved, other = runs("dense", "dmuon")
+    weights = exported(saved, tmp_path / "hf.pt", "--names", "hf")["model"]
+    torch.save({n: t.bfloat16() for n, t in weights.items()}, tmp_path / "weights.pt")
+    arguments = ("--like", other.folder, "--names", "hf")
+    assert tool("import", tmp_path / "weights.pt", tmp_path / "back", *arguments) == 0
+    assert "momentum_buffer of decoder.layers.0.mlp.linear_fc1.weight" in capsys.readouterr().out
+    back = Checkpoint(tmp_path / "back")
+    key = "decoder.layers.mlp.linear_fc1.weight"
+    expected = Checkpoint(saved.folder).read(key).bfloat16().float()
+    assert torch.equal(back.read(key), expected)
+    assert torch.equal(back.read(f"optimizer.state.fp32_param.{key}"), expected)
+    assert not back.read(f"optimizer.state.momentum_buffer.{key}").any()
+
+
+# ---- what is wrong ----------------------------------------------------------------------------
+
+
+def _rename(content: dict[str, Any]) -> Any:
+    content["model"]["model.layers.0.nothing.weight"] = torch.zeros(2)
+    return content
+
+
+def _lose(content: dict[str, Any]) -> Any:
+    del content["model"]["model.layers.1.mlp.up_proj.weight"]
+    return content
+
+
+def _reshape(content: dict[str, Any]) -> Any:
+    content["model"]["lm_head.weight"] = torch.zeros(61, HIDDEN)
+    return content
+
+
+def _integers(content: dict[str, Any]) -> Any:
+    name = "model.norm.weight"
+    content["state"][name]["exp_avg"] = torch.zeros(HIDDEN, dtype=torch.int32)
+    return content
+
+
+def _objects(content: dict[str, Any]) -> Any:
+    return {"model": torch.nn.Linear(2, 2)}
+
+
+def _other_fields(content: dict[str, Any]) -> Any:
+    state = {"state": {"model.norm.weight": {"sum": torch.zeros(HIDDEN)}}}
+    return {**state, "param_groups": [{"params": ["model.norm.weight"]}]}
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_rename, "has model.layers.0.nothing.weight, which"),
+        (_lose, "lacks the weight model.layers.1.mlp.up_proj.weight; type --partial"),
+        (_reshape, "lm_head.weight has shape (61, 32) in"),
+        (_integers, "exp_avg of model.norm.weight has element type torch.int32"),
+        (_objects, "holds more than tensors and plain values, which is not loaded"),
+        (_other_fields, "the state of model.norm.weight has the fields sum, which are those of no"),
+        (lambda _: [1, 2], "holds a list where a dict belongs"),
+        (lambda _: {"a": 1}, "holds neither weights nor the state dict of an optimizer"),
+    ],
+)
+def test_a_wrong_file_is_told_by_a_sentence(
+    runs: Runs,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[dict[str, Any]], Any],
+    said: str,
+) -> None:
+    saved, other = runs("dense", "dmuon")
+    content = exported(saved, tmp_path / "hf.pt", "--names", "hf")
+    torch.save(damage(content), tmp_path / "wrong.pt")
+    arguments = ("--like", other.folder, "--names", "hf")
+    assert tool("import", tmp_path / "wrong.pt", tmp_path / "back", *arguments) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert said in line
+    assert not (tmp_path / "back").exists()
+
+
+def test_what_is_no_file_of_torch_is_told(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, other = runs("dense", "dmuon")
+    exported(saved, tmp_path / "file.pt")
+    data = (tmp_path / "file.pt").read_bytes()
+    for name, content in (("cut.pt", data[: len(data) // 2]), ("text.pt", b"hello"), ("no", b"")):
+        (tmp_path / name).write_bytes(content)
+        assert tool("import", tmp_path / name, tmp_path / "back", "--like", other.folder) == 2
+        assert f"{name} " in capsys.readouterr().err.strip().splitlines()[-1]
+    assert tool("import", tmp_path / "none.pt", tmp_path / "back", "--like", other.folder) == 2
+    assert "No such file" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+
+
+def test_export_tells_what_is_wrong(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, _ = runs("dense", "orth_dion")
+    path = tmp_path / "file.pt"
+    for flags, said in (
+        (("--vocab-size", "65"), "has 64 rows, fewer than the vocabulary of 65"),
+        (("--vocab-size", "0"), "--vocab-size is 0"),
+        (("--format", "dion"), "has no right factor of its own, which Dion needs; type --names hf"),
+    ):
+        assert tool("export", saved.folder, path, *flags) == 2
+        assert said in capsys.readouterr().err
+        assert not path.exists()
+    exported(saved, path)
+    before = path.read_bytes()
+    assert tool("export", saved.folder, path) == 2
+    assert "exists; type --overwrite" in capsys.readouterr().err
+    assert path.read_bytes() == before
+    assert tool("export", saved.folder, path, "--overwrite", "--names", "hf") == 0
+    assert path.read_bytes() != before
+    assert tool("export", saved.folder, tmp_path / "dry.pt", "--dry-run") == 0
+    assert (
+        "state / decoder.final_layernorm.weight / exp_avg  32  float32" in capsys.readouterr().out
+    )
+    assert {entry.name for entry in tmp_path.iterdir()} == {"file.pt"}
