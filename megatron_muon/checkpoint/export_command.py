@@ -18,7 +18,7 @@ from megatron_muon.checkpoint.names import MOMENTUM, RIGHT_FACTOR
 from megatron_muon.checkpoint.outputs import Box
 from megatron_muon.checkpoint.param_groups import steps_of
 from megatron_muon.checkpoint.parameters import model_tensors, stored_parameters
-from megatron_muon.checkpoint.plain_names import PlainTensor, plain_tensors
+from megatron_muon.checkpoint.plain_names import Names, PlainTensor, plain_tensors
 from megatron_muon.checkpoint.progress import ProgressReport
 from megatron_muon.checkpoint.reading import Checkpoint, CommonState
 from megatron_muon.checkpoint.source_state import Location, SourceState, source_state
@@ -118,7 +118,7 @@ class _Read:
 
 
 def plan_export(
-    checkpoint: Checkpoint, *, layout: str, names: str, rows: int | None
+    checkpoint: Checkpoint, *, layout: str, names: Names, rows: int | None
 ) -> tuple[dict[str, Any], list[str]]:
     """Content of the file, its tensors to be read when their turn comes, and what to tell.
 
@@ -137,7 +137,7 @@ def plan_export(
     saved = matrix_convention(source.optimizer, checkpoint.common, source.groups, None)
     kept = convention_of(layout, saved)
     weights, states = {}, {}
-    for plain in plain_tensors(parameters, names, rows):  # type: ignore[arg-type]
+    for plain in plain_tensors(parameters, names, rows):
         offset, shape = plain.parameter.box()
         info = model[plain.parameter.key]
         place = Location(info=info, offset=offset, shape=shape)

@@ -1,0 +1,349 @@
+"""The plan of an imported checkpoint: the form of one, the values of a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_muon.checkpoint.errors import CheckpointError
+from megatron_muon.checkpoint.foreign import Foreign
+from megatron_muon.checkpoint.index import TensorInfo
+from megatron_muon.checkpoint.momenta import Convention, conversion_factor, matrix_convention
+from megatron_muon.checkpoint.names import (
+    MASTER,
+    MASTER_OF_ADAM,
+    MOMENTUM,
+    RIGHT_FACTOR,
+    split_state_key,
+)
+from megatron_muon.checkpoint.outputs import (
+    Box,
+    OutBlob,
+    OutChunk,
+    Output,
+    OutTensor,
+    Zeros,
+    copied,
+)
+from megatron_muon.checkpoint.parameters import StoredParameter, model_tensors, stored_parameters
+from megatron_muon.checkpoint.plain_names import Names, PlainTensor, plain_tensors
+from megatron_muon.checkpoint.reading import COMMON_KEY, Checkpoint
+from megatron_muon.checkpoint.source_state import source_state
+from megatron_muon.checkpoint.torch_files import Steps, at, read_torch_file
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromFile:
+    """A whole parameter (or its state) from the plain tensors of a file; can be pickled.
+
+    Attributes:
+        path: The file.
+        parts: Every plain tensor of the parameter, with the keys that lead to its values.
+        factor: Number that all are multiplied by.
+    """
+
+    path: Path
+    parts: tuple[tuple[PlainTensor, Steps], ...]
+    factor: float = 1.0
+
+    def tensor(
+        self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The elements; rows that no plain tensor has (padding) are zero."""
+        parameter = self.parts[0][0].parameter
+        whole = torch.zeros(parameter.facts.shape, dtype=dtype)
+        for plain, steps in self.parts:
+            values = at(read_torch_file(self.path), steps)
+            if self.factor != 1.0:
+                exact = torch.promote_types(values.dtype, torch.float32)
+                values = values.to(exact) * self.factor
+            if whole.dim():
+                plain.put(whole, values.to(dtype))
+            else:
+                whole.copy_(values)
+        return whole.reshape(shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FactorFromFile:
+    """A right factor of a file.
+
+    Attributes:
+        path: The file.
+        steps: Keys that lead to it.
+    """
+
+    path: Path
+    steps: Steps
+
+    def tensor(
+        self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The factor."""
+        values: torch.Tensor = at(read_torch_file(self.path), self.steps)
+        return values.to(dtype).reshape(shape).contiguous()
+
+
+def plan_import(
+    foreign: Foreign,
+    like: Checkpoint,
+    *,
+    names: Names,
+    rows: int | None,
+    is_partial: bool,
+) -> Output:
+    """Everything of the checkpoint that is written.
+
+    Args:
+        foreign: What the file holds.
+        like: The checkpoint whose form it gets.
+        names: ``megatron`` or ``hf``.
+        rows: Of the vocabulary.
+        is_partial: Whether weights may be lacking.
+
+    Raises:
+        CheckpointError: Names or shapes do not match, with the reason.
+    """
+    return _Import(foreign, like, names=names, rows=rows, is_partial=is_partial).output()
+
+
+class _Import:
+    def __init__(
+        self,
+        foreign: Foreign,
+        like: Checkpoint,
+        *,
+        names: Names,
+        rows: int | None,
+        is_partial: bool,
+    ) -> None:
+        self.foreign, self.like = foreign, like
+        self.model = model_tensors(like)
+        self.parameters = stored_parameters(self.model, like.common)
+        self.source = source_state(like, self.parameters)
+        self.plain: dict[str, list[PlainTensor]] = {}
+        self.by_matrix: dict[str, PlainTensor] = {}
+        for plain in plain_tensors(self.parameters, names, rows):
+            self.plain.setdefault(plain.parameter.name, []).append(plain)
+            self.by_matrix[plain.matrix] = plain
+        self.kept = matrix_convention(self.source.optimizer, like.common, self.source.groups, None)
+        self._require_names(is_partial)
+        self.zeros: list[str] = []
+        self.left: list[str] = []
+
+    def _require_names(self, is_partial: bool) -> None:
+        known = {plain.name: plain for found in self.plain.values() for plain in found}
+        strange = sorted(self.foreign.names - known.keys())
+        if strange:
+            example = next((n for n in known if "proj" in n or "linear" in n), min(known))
+            more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
+            raise CheckpointError(
+                f"{self.foreign.path} has {strange[0]}{more}, which {self.like.folder} has not; "
+                f"its names look like {example} (--names megatron or hf)."
+            )
+        trained = {name for name, states in self.source.states.items() if states}
+        lacking = [
+            plain.name
+            for plain in known.values()
+            if plain.parameter.name in trained and plain.name not in self.foreign.weights
+        ]
+        if self.foreign.weights and lacking and not is_partial:
+            more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+            raise CheckpointError(
+                f"{self.foreign.path} lacks the weight {lacking[0]}{more}; type --partial to keep "
+                f"those of {self.like.folder}."
+            )
+        for name, steps in self.foreign.weights.items():
+            self._require_shape(known[name], self.foreign.tensor(steps), name)
+        for name, states in self.foreign.states.items():
+            for state, steps in states.items():
+                if not state.startswith(RIGHT_FACTOR):
+                    self._require_shape(
+                        known[name], self.foreign.tensor(steps), f"{state} of {name}"
+                    )
+
+    def _require_shape(self, plain: PlainTensor, found: torch.Tensor, what: str) -> None:
+        if tuple(found.shape) != plain.shape:
+            padded = plain.parameter.facts.shape != plain.shape and plain.part == ""
+            raise CheckpointError(
+                f"{what} has shape {tuple(found.shape)} in {self.foreign.path}, and is to have "
+                f"{plain.shape}{' (--vocab-size)' if padded else ''}."
+            )
+        if not found.dtype.is_floating_point:
+            raise CheckpointError(
+                f"{what} has element type {found.dtype} in {self.foreign.path}, which is no "
+                "floating-point type."
+            )
+
+    # ---- tensors ------------------------------------------------------------------------------
+
+    def output(self) -> Output:
+        """The plan of everything."""
+        tensors = [self._out(key, info) for key, info in self.like.tensors.items()]
+        return Output(
+            tensors=tuple(tensors),
+            blobs=tuple(
+                OutBlob(key=key, content=place)
+                for key, place in self.like.blobs.items()
+                if key != COMMON_KEY
+            ),
+            common=self._common(),
+            common_in_file=self.like.common.in_file,
+            backend=self.like.backend,
+            notes=tuple(self._notes()),
+        )
+
+    def _out(self, key: str, info: TensorInfo) -> OutTensor:
+        if key in self.model:
+            return self._stacked(key, info, self.parameters[key], "")
+        known = split_state_key(key)
+        if known is None:
+            return copied(info, key, "copied")
+        state, name = known
+        if state == RIGHT_FACTOR:
+            return self._factor(key, info, name)
+        state = MASTER if state == MASTER_OF_ADAM else state
+        found = self.parameters.get(name) or tuple(
+            p for parameters in self.parameters.values() for p in parameters if p.name == name
+        )
+        return self._stacked(key, info, found, state)
+
+    def _stacked(
+        self, key: str, info: TensorInfo, found: Sequence[StoredParameter], state: str
+    ) -> OutTensor:
+        """A tensor of the model, or of a state, parameter by parameter."""
+        values = [self._value(parameter, state) for parameter in found]
+        if all(value is None for value in values):
+            self.left += [f"{state or 'weight'} of {p.name}" for p in found]
+            return copied(info, key, "kept from --like")
+        chunks = []
+        for parameter, value in zip(found, values, strict=True):
+            offset, shape = parameter.box()
+            if len(info.shape) == len(parameter.facts.shape):
+                offset, shape = (0,) * len(info.shape), info.shape
+            if value is None:
+                self.left.append(f"{state or 'weight'} of {parameter.name}")
+                chunks.append(
+                    OutChunk(
+                        offset=offset,
+                        shape=shape,
+                        value=Box(key=key, offset=offset, shape=shape),
+                    )
+                )
+            else:
+                chunks.append(OutChunk(offset=offset, shape=shape, value=value))
+        return OutTensor(
+            key=key,
+            shape=info.shape,
+            dtype=info.dtype,
+            chunks=tuple(chunks),
+            rule=f"{state or 'weight'} from {self.foreign.path.name}",
+        )
+
+    def _value(self, parameter: StoredParameter, state: str) -> FromFile | Zeros | None:
+        """Where a parameter's weight or state comes from; None to keep that of ``like``."""
+        plain = self.plain[parameter.name]
+        if not state:
+            return self._from(plain, {p.name: self.foreign.weights.get(p.name) for p in plain})
+        found = {p.name: self.foreign.states.get(p.name, {}).get(state) for p in plain}
+        if state == MASTER and None in found.values():
+            weights = {p.name: self.foreign.weights.get(p.name) for p in plain}
+            return self._from(plain, weights)
+        if None in found.values():
+            self.zeros.append(f"{state} of {parameter.name}")
+            return Zeros()
+        factor = 1.0
+        if state == MOMENTUM:
+            factors = {self._factor_of(self.foreign.momenta[p.name]) for p in plain}
+            if len(factors) > 1:
+                raise CheckpointError(
+                    f"the parts of {parameter.name} have momenta of different factors."
+                )
+            factor = factors.pop()
+        return self._from(plain, found, factor)
+
+    def _factor_of(self, convention: Convention) -> float:
+        factor = conversion_factor(convention, self.kept)
+        if factor is None:
+            raise CheckpointError(
+                "a momentum that Dion kept with mu 0 says nothing of the average; leave it out."
+            )
+        return factor
+
+    def _from(
+        self,
+        plain: Sequence[PlainTensor],
+        steps: Mapping[str, Steps | None],
+        factor: float = 1.0,
+    ) -> FromFile | None:
+        parts = [(p, steps[p.name]) for p in plain]
+        there = tuple((p, found) for p, found in parts if found is not None)
+        if not there:
+            return None
+        if len(there) < len(parts):
+            missing = next(p.name for p, found in parts if found is None)
+            raise CheckpointError(
+                f"{self.foreign.path} has {there[0][0].name} and lacks {missing}, which is part of "
+                f"the same parameter {there[0][0].parameter.name}."
+            )
+        return FromFile(path=self.foreign.path, parts=there, factor=factor)
+
+    def _factor(self, key: str, info: TensorInfo, matrix: str) -> OutTensor:
+        """A right factor: that of the file, else of ``like``, from which it finds its way."""
+        plain = self.by_matrix.get(matrix)
+        name, label = (plain.name, RIGHT_FACTOR) if plain else ("", "")
+        base, bracket, part = matrix.partition("[")
+        if plain is None and base in self.plain and not self.plain[base][0].part:
+            name, label = self.plain[base][0].name, f"{RIGHT_FACTOR}{bracket}{part}"
+        steps = self.foreign.states.get(name, {}).get(label)
+        if steps is None:
+            self.left.append(f"right factor of {matrix}")
+            return copied(info, key, "kept from --like")
+        found = self.foreign.tensor(steps)
+        if tuple(found.shape) != info.shape:
+            raise CheckpointError(
+                f"the right factor of {name} has shape {tuple(found.shape)} in "
+                f"{self.foreign.path}, and is to have {info.shape} (--orth-dion-rank-fraction)."
+            )
+        whole = (0,) * len(info.shape)
+        value = FactorFromFile(path=self.foreign.path, steps=steps)
+        return OutTensor(
+            key=key,
+            shape=info.shape,
+            dtype=info.dtype,
+            chunks=(OutChunk(offset=whole, shape=info.shape, value=value),),
+            rule=f"right factor from {self.foreign.path.name}",
+        )
+
+    # ---- the rest -----------------------------------------------------------------------------
+
+    def _common(self) -> dict[str, object]:
+        """The common state of ``like``, with the steps that the file says."""
+        value = dict(self.like.common.value)
+        if self.foreign.step is not None:
+            value["optimizer"] = _with_step(value.get("optimizer"), self.foreign.step)
+        return value
+
+    def _notes(self) -> Iterator[str]:
+        yield f"iteration, schedule and arguments are those of {self.like.folder}"
+        if self.zeros:
+            yield f"{len(self.zeros)} states are not in the file and start at zero:"
+            yield from (f"  {entry}" for entry in self.zeros)
+        if self.left:
+            yield f"{len(self.left)} tensors are not in the file and are those of --like:"
+            yield from (f"  {entry}" for entry in self.left)
+
+
+def _with_step(state: object, step: int) -> object:
+    """A copy in which every parameter group has made so many steps."""
+    if isinstance(state, dict):
+        return {
+            key: step if key == "step" and isinstance(value, int) else _with_step(value, step)
+            for key, value in state.items()
+        }
+    if isinstance(state, list):
+        return [_with_step(value, step) for value in state]
+    return state
