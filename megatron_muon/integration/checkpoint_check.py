@@ -17,6 +17,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 START_ANEW = "--no-load-optim starts the optimizer anew from the checkpoint's weights"
 
 
+def convert_it(optimizer: str, flags: str = "") -> str:
+    """What to type to make another optimizer's state this one's."""
+    command = f"python -m megatron_muon.checkpoint convert FOLDER NEW --to {optimizer}{flags}"
+    return f"convert its state with {command}, and load NEW"
+
+
 def optimizer_of(keys: Iterator[str] | Mapping[str, Any]) -> str:
     """Which optimizer wrote these keys, in words; empty without any optimizer state."""
     found = [key for key in keys if "optimizer." in key]
@@ -35,11 +41,10 @@ def optimizer_of(keys: Iterator[str] | Mapping[str, Any]) -> str:
 
 def another_optimizer(saved: str, ours: str, *, to_type: str | None = None) -> str:
     """The sentence on state of ``saved`` in a run of ``ours``; ``to_type`` would go on with it."""
-    with_it = f"type --optimizer {to_type} to go on with it, or " if to_type else ""
+    with_it = f"type --optimizer {to_type} to go on with it, " if to_type else ""
     return (
         f"the checkpoint holds optimizer state of {saved}, and this run is --optimizer "
-        f"{ours}: {with_it}{START_ANEW}, or convert its state with python -m "
-        f"megatron_muon.checkpoint convert FOLDER NEW --to {ours}, and load NEW"
+        f"{ours}: {with_it}{convert_it(ours)}, or {START_ANEW}"
     )
 
 
@@ -64,7 +69,7 @@ def checkpoint_problems(wanted: Shapes, found: Shapes, optimizer: str) -> list[s
         if state_and_name:
             states.setdefault(state_and_name[1], set()).add(state_and_name[0])
     for key, shape in wanted.items():
-        kind, sentence = _problem(key, shape, found.get(key), states)
+        kind, sentence = _problem(key, shape, found.get(key), states, optimizer)
         if kind:
             problems.setdefault(kind, sentence)
     return list(problems.values())
@@ -75,6 +80,7 @@ def _problem(
     shape: tuple[int, ...],
     saved: tuple[int, ...] | None,
     states: Mapping[str, set[str]],
+    optimizer: str,
 ) -> tuple[str, str]:
     """(kind, sentence) on one key, empty where it fits. One sentence of a kind is enough."""
     if saved == shape:
@@ -85,7 +91,9 @@ def _problem(
         same = f" {saved[1] / short:g} (and the --orth-dion-rank-multiple-of it had)"
         return "rank", (
             f"V of {name} has rank {saved[1]} in the checkpoint and {shape[1]} here: "
-            f"type --orth-dion-rank-fraction{same}, or {START_ANEW}"
+            f"type --orth-dion-rank-fraction{same}, "
+            f"{convert_it('orth_dion', f' --orth-dion-rank-fraction {shape[1] / short:g}')}, or "
+            f"{START_ANEW}"
         )
     if saved is not None:
         return "size", (
@@ -96,7 +104,8 @@ def _problem(
         then, now = _trained_with(states[name]), _trained_with({state})
         return "rule", (
             f"{name} was trained with {then} in the checkpoint and is with {now} here: give "
-            f"the --matrix-rule and --matrix-min-dim of the saved run, or {START_ANEW}"
+            f"the --matrix-rule and --matrix-min-dim of the saved run, "
+            f"{convert_it(optimizer)} (with those of this run), or {START_ANEW}"
         )
     return "name", (
         f"{name} has no optimizer state in the checkpoint: it is another model, is split in "

@@ -51,11 +51,16 @@ def test_what_fits_is_not_mentioned(wanted: Keys, optimizer: str) -> None:
     ("found", "said"),
     [
         ({}, "holds no optimizer state: --no-load-optim starts"),
-        (ADAM, "holds optimizer state of Megatron's Adam, and this run is --optimizer dmuon: --no"),
+        (ADAM, "state of Megatron's Adam, and this run is --optimizer dmuon: convert its state"),
         (MUON, "holds optimizer state of megatron-core's muon, and this run is --optimizer dmuon"),
         (ORTH_DION, "holds optimizer state of orth_dion, and this run is --optimizer dmuon: type"),
-        (ORTH_DION, "type --optimizer orth_dion to go on with it, or --no-load-optim"),
-        (ADAM, "python -m megatron_muon.checkpoint convert FOLDER NEW --to dmuon"),
+        (
+            ORTH_DION,
+            (
+                "type --optimizer orth_dion to go on with it, convert its state with python -m "
+                "megatron_muon.checkpoint convert FOLDER NEW --to dmuon, and load NEW, or --no-load"
+            ),
+        ),
     ],
 )
 def test_another_optimizers_checkpoint(found: Keys, said: str) -> None:
@@ -101,3 +106,14 @@ def test_a_parameter_that_is_not_there() -> None:
 def test_one_sentence_of_a_kind_is_enough() -> None:
     found = {key: (shape[0] // 2, *shape[1:]) for key, shape in DMUON.items()}
     assert len(checkpoint_problems(DMUON, found, "dmuon")) == 1
+
+
+def test_the_command_that_is_named_exists() -> None:
+    from megatron_muon.checkpoint.__main__ import parser
+    from megatron_muon.integration.checkpoint_check import convert_it
+
+    for optimizer in ("dmuon", "orth_dion"):
+        said = convert_it(optimizer).removesuffix(", and load NEW")
+        _, _, command = said.partition("python -m megatron_muon.checkpoint ")
+        options = parser().parse_args(command.split())
+        assert (options.source, options.target, options.to) == ("FOLDER", "NEW", optimizer)
