@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import gc
 import os
 import pickle
 import select
@@ -229,11 +230,15 @@ def _fork(rank: int, body: Callable[[int], Any], inherited: list[int]) -> _Rank:
     awaited, release = os.pipe()
     # Has no name, so nothing is left of it.
     stacks = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the rank
+    # What the parent has is nothing that a rank's collector must look at: looking writes, and
+    # every page of it would be copied.
+    gc.freeze()
     with warnings.catch_warnings():
         # Any thread in the parent draws this warning; ours hold no lock that a rank needs.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:
+        gc.unfreeze()
         os.close(report)
         os.close(awaited)
         os.set_blocking(results, False)

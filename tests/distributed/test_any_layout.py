@@ -148,25 +148,26 @@ both = pytest.mark.parametrize("config", [DMUON, ORTH_DION], ids=["dmuon", "orth
 
 
 # Orth-Dion has every kind of state that dmuon has, and right factors: all pairs are its.
-all_or_nearest = pytest.mark.parametrize(
-    ("config", "nearest"), [(DMUON, 2), (ORTH_DION, None)], ids=["dmuon", "orth_dion"]
+
+
+@pytest.mark.slow
+def test_every_dense_layout_continues_every_other(ranks: Ranks, tmp_path: Path) -> None:
+    all_pairs(ranks, tmp_path, DENSE, config=ORTH_DION)
+
+
+@pytest.mark.slow
+def test_every_layout_of_experts_continues_every_other(ranks: Ranks, tmp_path: Path) -> None:
+    all_pairs(ranks, tmp_path, EXPERTS, config=ORTH_DION, model="moe")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "layouts"), [("gpt", DENSE[::2]), ("moe", EXPERTS[1::2])], ids=["dense", "experts"]
 )
-
-
-@pytest.mark.slow
-@all_or_nearest
-def test_every_dense_layout_continues_every_other(
-    ranks: Ranks, tmp_path: Path, config: MatrixConfig, nearest: int | None
+def test_a_layout_of_dmuon_continues_the_one_before(
+    ranks: Ranks, tmp_path: Path, model: str, layouts: tuple[Layout, ...]
 ) -> None:
-    all_pairs(ranks, tmp_path, DENSE, config=config, nearest=nearest)
-
-
-@pytest.mark.slow
-@all_or_nearest
-def test_every_layout_of_experts_continues_every_other(
-    ranks: Ranks, tmp_path: Path, config: MatrixConfig, nearest: int | None
-) -> None:
-    all_pairs(ranks, tmp_path, EXPERTS, config=config, nearest=nearest, model="moe")
+    all_pairs(ranks, tmp_path, layouts, config=DMUON, nearest=1, model=model)
 
 
 @pytest.mark.slow
