@@ -59,10 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     previous = signal.signal(signal.SIGTERM, _end)
     try:
         code: int = options.run(options)
+        sys.stdout.flush()
         return code
     except CheckpointError as error:
         print(f"megatron_muon: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # who reads the output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("megatron_muon: interrupted; nothing was left half-written.", file=sys.stderr)
         return 130

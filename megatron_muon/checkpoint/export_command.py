@@ -60,21 +60,23 @@ def add_name_flags(parser: argparse.ArgumentParser) -> None:
         "--vocab-size",
         type=int,
         metavar="N",
-        help="rows of embeddings and output layer that are no padding; default: as saved",
+        help="rows of embeddings and output layer that are no padding, which is left out of the "
+        "file; default: all rows are in it",
     )
 
 
-def vocabulary(options: argparse.Namespace, common: CommonState) -> int | None:
-    """Rows of the vocabulary that are no padding, None where nobody says.
+def vocabulary(options: argparse.Namespace) -> int | None:
+    """Rows of the vocabulary that are no padding, None for all of them.
+
+    Megatron's saved ``vocab_size`` does not say: a tokenizer may add rows of its own to it.
 
     Raises:
         CheckpointError: The user's number is none.
     """
-    asked = options.vocab_size
+    asked: int | None = options.vocab_size
     if asked is not None and asked < 1:
         raise CheckpointError(f"--vocab-size is {asked}; it must be at least 1.")
-    found = asked if asked is not None else common.argument("vocab_size")
-    return None if found is None else int(found)
+    return asked
 
 
 def run(options: argparse.Namespace) -> int:
@@ -84,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         checkpoint,
         layout=options.format,
         names=options.names,
-        rows=vocabulary(options, checkpoint.common),
+        rows=vocabulary(options),
     )
     found = tensors_in(content)
     if options.dry_run:

@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         foreign,
         like,
         names=options.names,
-        rows=vocabulary(options, like.common),
+        rows=vocabulary(options),
         is_partial=options.partial,
     )
     if version is not None:

@@ -151,6 +151,11 @@ def read_torch_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error}).") from error
     except pickle.UnpicklingError as error:
+        if not zipfile.is_zipfile(path):
+            raise CheckpointError(
+                f"{path} is no file of torch.save, or an old one with more than tensors and plain "
+                "values."
+            ) from error
         raise CheckpointError(
             f"{path} holds more than tensors and plain values, which is not loaded: save the "
             "state dict alone, without the optimizer or model object."

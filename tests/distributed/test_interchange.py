@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,12 +92,22 @@ def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return run
 
 
+def rows_of(saved: Saved) -> tuple[str, ...]:
+    """Flags that leave out the padding of the vocabulary."""
+    return ("--vocab-size", "62") if "32" in saved.flags else ()
+
+
+def like(saved: Saved) -> tuple[object, ...]:
+    """Flags that give an import the form of a checkpoint."""
+    return ("--like", saved.folder, *rows_of(saved))
+
+
 def tool(*arguments: object) -> int:
     return main([str(argument) for argument in arguments])
 
 
 def exported(saved: Saved, path: Path, *flags: str) -> dict[str, Any]:
-    assert tool("export", saved.folder, path, *flags) == 0
+    assert tool("export", saved.folder, path, *rows_of(saved), *flags) == 0
     content: dict[str, Any] = torch.load(path, weights_only=True)
     return content
 
@@ -198,7 +210,7 @@ def test_back_again_everything_has_the_same_bits(
     saved, other = runs(model, optimizer)
     exported(saved, tmp_path / "file.pt", "--names", names)
     assert tool("verify", saved.folder, other.folder) == 1
-    arguments = ("--like", other.folder, "--names", names)
+    arguments = (*like(other), "--names", names)
     assert tool("import", tmp_path / "file.pt", tmp_path / "back", *arguments) == 0
     assert "start at zero" not in capsys.readouterr().out
     _same_but_for_padding(saved.folder, tmp_path / "back")
@@ -217,7 +229,7 @@ def _same_but_for_padding(one: Path, other: Path) -> None:
 def test_padding_rows_come_back_as_zeros(runs: Runs, tmp_path: Path) -> None:
     saved, other = runs("dense", "dmuon")
     exported(saved, tmp_path / "file.pt")
-    assert tool("import", tmp_path / "file.pt", tmp_path / "back", "--like", other.folder) == 0
+    assert tool("import", tmp_path / "file.pt", tmp_path / "back", *like(other)) == 0
     found = Checkpoint(tmp_path / "back").read("embedding.word_embeddings.weight")
     assert found.shape == (64, HIDDEN) and not found[62:].any() and found[:62].any(1).all()
 
@@ -230,7 +242,7 @@ def test_megatron_goes_on_from_what_was_imported(
     """Without padding: its rows take part in the loss, and come back as zeros."""
     saved, other = runs("no padding", "orth_dion")
     exported(saved, tmp_path / "file.pt", "--names", "hf")
-    arguments = ("--like", other.folder, "--names", "hf")
+    arguments = (*like(other), "--names", "hf")
     assert tool("import", tmp_path / "file.pt", tmp_path / "back", *arguments) == 0
     losses = []
     for folder in (saved.folder, tmp_path / "back"):
@@ -278,10 +290,13 @@ def test_torchs_muon_goes_on_and_comes_back(runs: Runs, tmp_path: Path) -> None:
     model = {n: p.detach() for n, p in (matrices | scalars).items()}
     stepped = {"model": model, "muon": muon.state_dict(), "adamw": adamw.state_dict()}
     torch.save(stepped, tmp_path / "stepped.pt")
-    arguments = ("--like", other.folder, "--names", "hf")
+    arguments = (*like(other), "--names", "hf")
     assert tool("import", tmp_path / "stepped.pt", tmp_path / "back", *arguments) == 0
     back = exported(
-        Saved(folder=tmp_path / "back", weights={}, flags=()), tmp_path / "b.pt", "--names", "hf"
+        Saved(folder=tmp_path / "back", weights={}, flags=saved.flags),
+        tmp_path / "b.pt",
+        "--names",
+        "hf",
     )
     same(back["model"], model)
     assert back["step"] == 3
@@ -308,7 +323,7 @@ def test_orth_dion_as_microsofts_dion(runs: Runs, tmp_path: Path) -> None:
         short = min(content["model"][name].shape)
         assert kept["Q"].shape == (short, short // 2)
         assert kept["momentum"].shape == content["model"][name].shape
-    arguments = ("--like", other.folder, "--names", "hf")
+    arguments = (*like(other), "--names", "hf")
     assert tool("import", tmp_path / "dion.pt", tmp_path / "back", *arguments) == 0
     _same_but_for_padding(saved.folder, tmp_path / "back")
 
@@ -324,8 +339,10 @@ def test_dmuon_as_microsofts_muon_is_a_sum(runs: Runs, tmp_path: Path) -> None:
         torch.testing.assert_close(
             content["state"][number]["momentum"].double(), average / 0.1, rtol=1e-6, atol=0.0
         )
-    assert tool("import", tmp_path / "dion.pt", tmp_path / "b", "--like", other.folder) == 0
-    again = exported(Saved(folder=tmp_path / "b", weights={}, flags=()), tmp_path / "again.pt")
+    assert tool("import", tmp_path / "dion.pt", tmp_path / "b", *like(other)) == 0
+    again = exported(
+        Saved(folder=tmp_path / "b", weights={}, flags=saved.flags), tmp_path / "again.pt"
+    )
     for name, kept in plain.items():
         for state, value in kept.items():
             torch.testing.assert_close(again["state"][name][state], value, rtol=1e-6, atol=0.0)
@@ -338,7 +355,7 @@ def test_a_sum_is_told_by_the_user(runs: Runs, tmp_path: Path) -> None:
     for kept in content["muon"]["state"].values():
         kept["momentum_buffer"] /= 1 - 0.75
     torch.save(content, tmp_path / "sum.pt")
-    arguments = ("--like", other.folder, "--heavy-ball", "0.75")
+    arguments = (*like(other), "--heavy-ball", "0.75")
     assert tool("import", tmp_path / "sum.pt", tmp_path / "back", *arguments) == 0
     key = "optimizer.state.momentum_buffer.decoder.layers.mlp.linear_fc2.weight"
     expected, found = (Checkpoint(f).read(key) for f in (saved.folder, tmp_path / "back"))
@@ -353,7 +370,7 @@ def test_numbers_get_names_from_a_file(
     names = content["muon"]["param_groups"][0].pop("param_names")
     bare = {"model": content["model"], "optimizer": content["muon"]}
     torch.save(bare, tmp_path / "bare.pt")
-    arguments = (tmp_path / "bare.pt", tmp_path / "back", "--like", other.folder)
+    arguments = (tmp_path / "bare.pt", tmp_path / "back", *like(other))
     assert tool("import", *arguments) == 2
     assert "name a file with --param-names" in capsys.readouterr().err
     (tmp_path / "names.txt").write_text("\n".join(names))
@@ -372,7 +389,7 @@ def test_weights_alone(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture
     saved, other = runs("dense", "dmuon")
     weights = exported(saved, tmp_path / "hf.pt", "--names", "hf")["model"]
     torch.save({n: t.bfloat16() for n, t in weights.items()}, tmp_path / "weights.pt")
-    arguments = ("--like", other.folder, "--names", "hf")
+    arguments = (*like(other), "--names", "hf")
     assert tool("import", tmp_path / "weights.pt", tmp_path / "back", *arguments) == 0
     assert "momentum_buffer of decoder.layers.0.mlp.linear_fc1.weight" in capsys.readouterr().out
     back = Checkpoint(tmp_path / "back")
@@ -439,7 +456,7 @@ def test_a_wrong_file_is_told_by_a_sentence(
     saved, other = runs("dense", "dmuon")
     content = exported(saved, tmp_path / "hf.pt", "--names", "hf")
     torch.save(damage(content), tmp_path / "wrong.pt")
-    arguments = ("--like", other.folder, "--names", "hf")
+    arguments = (*like(other), "--names", "hf")
     assert tool("import", tmp_path / "wrong.pt", tmp_path / "back", *arguments) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
     assert said in line
@@ -454,9 +471,9 @@ def test_what_is_no_file_of_torch_is_told(
     data = (tmp_path / "file.pt").read_bytes()
     for name, content in (("cut.pt", data[: len(data) // 2]), ("text.pt", b"hello"), ("no", b"")):
         (tmp_path / name).write_bytes(content)
-        assert tool("import", tmp_path / name, tmp_path / "back", "--like", other.folder) == 2
+        assert tool("import", tmp_path / name, tmp_path / "back", *like(other)) == 2
         assert f"{name} " in capsys.readouterr().err.strip().splitlines()[-1]
-    assert tool("import", tmp_path / "none.pt", tmp_path / "back", "--like", other.folder) == 2
+    assert tool("import", tmp_path / "none.pt", tmp_path / "back", *like(other)) == 2
     assert "No such file" in capsys.readouterr().err
     assert not (tmp_path / "back").exists()
 
@@ -486,3 +503,24 @@ def test_export_tells_what_is_wrong(
         "state / decoder.final_layernorm.weight / exp_avg  32  float32" in capsys.readouterr().out
     )
     assert {entry.name for entry in tmp_path.iterdir()} == {"file.pt"}
+
+
+def test_all_rows_of_the_vocabulary_are_kept_unless_told(runs: Runs, tmp_path: Path) -> None:
+    """A tokenizer may have rows above the vocabulary that was asked for; none is lost."""
+    saved, other = runs("dense", "dmuon")
+    assert tool("export", saved.folder, tmp_path / "all.pt") == 0
+    content = torch.load(tmp_path / "all.pt", weights_only=True)
+    same(content["model"], as_stored(saved.weights))
+    arguments = (tmp_path / "all.pt", tmp_path / "back", "--like", other.folder)
+    assert tool("import", *arguments) == 0
+    assert tool("verify", saved.folder, tmp_path / "back") == 0
+
+
+def test_a_reader_that_goes_away_is_no_error(runs: Runs) -> None:
+    saved, _ = runs("dense", "dmuon")
+    command = [sys.executable, "-m", "megatron_muon.checkpoint", "inspect", str(saved.folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
