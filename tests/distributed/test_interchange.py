@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -524,3 +526,53 @@ def test_a_reader_that_goes_away_is_no_error(runs: Runs) -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--add-qkv-bias",),
+        ("--bf16",),
+        ("--matrix-rule", "decoder.layers.1.mlp.linear_fc1.weight:optimizer=adam"),
+    ],
+    ids=["bias", "bf16", "a rule on one layer"],
+)
+def test_other_runs_come_back_with_the_same_bits(
+    ranks: Ranks, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    for seed in ("1", "2"):
+        more = (*DMUON, *flags, "--seed", seed)
+        arguments = (tmp_path / seed, tmp_path / seed, 2, 1, 2, more)
+        ranks(2, trained, *arguments, init_process_group=False)
+    hf = ("--names", "hf")
+    assert tool("export", tmp_path / "1", tmp_path / "file.pt", *hf) == 0
+    assert tool("import", tmp_path / "file.pt", tmp_path / "b", "--like", tmp_path / "2", *hf) == 0
+    assert tool("verify", tmp_path / "1", tmp_path / "b") == 0
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_nothing(runs: Runs, tmp_path: Path) -> None:
+    saved, other = runs("dense", "orth_dion")
+    exported(saved, tmp_path / "whole.pt")
+    before = {entry.name for entry in tmp_path.iterdir()}
+    for command in (
+        ("export", saved.folder, tmp_path / "file.pt"),
+        ("import", tmp_path / "whole.pt", tmp_path / "back", *like(other)),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "megatron_muon.checkpoint", *map(str, command)],
+            capture_output=True,
+            text=True,
+            check=False,
+            preexec_fn=_small_files,
+        )
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr and "nothing was left of it" in done.stderr
+        assert {entry.name for entry in tmp_path.iterdir()} == before
+
+
+def _small_files() -> None:
+    """Writing above 100,000 bytes fails, as on a disk that is full."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
