@@ -13,6 +13,7 @@ import torch
 
 from megatron_muon.checkpoint.errors import CheckpointError
 from megatron_muon.checkpoint.export_layouts import FORMATS, Exported, convention_of, laid_out
+from megatron_muon.checkpoint.index import TensorInfo
 from megatron_muon.checkpoint.momenta import Convention, conversion_factor, matrix_convention
 from megatron_muon.checkpoint.names import MOMENTUM, RIGHT_FACTOR
 from megatron_muon.checkpoint.outputs import Box
@@ -23,7 +24,6 @@ from megatron_muon.checkpoint.progress import ProgressReport
 from megatron_muon.checkpoint.reading import Checkpoint, CommonState
 from megatron_muon.checkpoint.source_state import Location, SourceState, source_state
 from megatron_muon.checkpoint.torch_files import ToWrite, tensors_in, write_torch_file
-from megatron_muon.matrices import WHOLE
 
 HELP = "write weights and optimizer state as a file of torch.save, keyed by name"
 
@@ -138,13 +138,16 @@ def plan_export(
     source = source_state(checkpoint, parameters)
     saved = matrix_convention(source.optimizer, checkpoint.common, source.groups, None)
     kept = convention_of(layout, saved)
+    factors = _by_parameter(source.factors)
     weights, states = {}, {}
     for plain in plain_tensors(parameters, names, rows):
         offset, shape = plain.parameter.box()
         info = model[plain.parameter.key]
         place = Location(info=info, offset=offset, shape=shape)
         weights[plain.name] = _to_write(checkpoint, plain, place, 1.0, info.dtype)
-        states[plain.name] = dict(_states(checkpoint, source, plain, (saved, kept)))
+        states[plain.name] = _states(checkpoint, source, plain, (saved, kept))
+        own = factors.get(plain.parameter.name, {})
+        states[plain.name] |= _factors(checkpoint, own, plain)
     exported = Exported(
         iteration=int(checkpoint.common.value.get("iteration", 0)),
         step=steps_of(source.groups),
@@ -196,27 +199,28 @@ def _states(
                 "momentum 0; type --format plain."
             )
         found[state] = _to_write(checkpoint, plain, place, factor, torch.float32)
-    found.update(_factors(checkpoint, source.factors, plain))
+    return found
+
+
+def _by_parameter(
+    factors: Mapping[str, TensorInfo],
+) -> Mapping[str, Mapping[str, TensorInfo]]:
+    """Right factors by parameter and by matrix, whose name begins with its parameter's."""
+    found: dict[str, dict[str, TensorInfo]] = {}
+    for name, info in factors.items():
+        found.setdefault(name.partition("[")[0], {})[name] = info
     return found
 
 
 def _factors(
-    checkpoint: Checkpoint, factors: Mapping[str, Any], plain: PlainTensor
+    checkpoint: Checkpoint, factors: Mapping[str, TensorInfo], plain: PlainTensor
 ) -> dict[str, ToWrite]:
     """Right factors: one of a plain matrix; of a fused weight one for each part, named by it."""
     found = {}
     for name, info in factors.items():
-        base, _, part = name.partition("[")
-        if base != plain.parameter.name:
+        if plain.part and name != plain.matrix:
             continue
-        if name == plain.matrix:
-            label = RIGHT_FACTOR
-        elif not plain.part:
-            label = f"{RIGHT_FACTOR}[{part}" if part else RIGHT_FACTOR
-        elif not part and plain.parameter.packing is WHOLE:
-            label = RIGHT_FACTOR
-        else:
-            continue
+        label = RIGHT_FACTOR + name.removeprefix(plain.matrix)
         found[label] = ToWrite(
             shape=info.shape, dtype=info.dtype, make=partial(checkpoint.read, info.key)
         )

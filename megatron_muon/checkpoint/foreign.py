@@ -14,6 +14,7 @@ tell whose it is:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,9 +108,9 @@ def read_names(path: Path) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"--param-names {path} cannot be read ({error}).") from error
     names = [line for line in lines if line]
-    twice = {name for name in names if names.count(name) > 1}
+    twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise CheckpointError(f"--param-names {path} names {min(twice)} twice.")
+        raise CheckpointError(f"--param-names {path} names {twice[0]} twice.")
     return names
 
 

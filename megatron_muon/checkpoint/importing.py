@@ -206,9 +206,7 @@ class _Import:
         if state == RIGHT_FACTOR:
             return self._factor(key, info, name)
         state = MASTER if state == MASTER_OF_ADAM else state
-        found = self.parameters.get(name) or tuple(
-            p for parameters in self.parameters.values() for p in parameters if p.name == name
-        )
+        found = self.parameters.get(name) or (self.plain[name][0].parameter,)
         return self._stacked(key, info, found, state)
 
     def _stacked(
