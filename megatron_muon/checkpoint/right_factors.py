@@ -14,14 +14,14 @@ from megatron_muon.checkpoint.outputs import Box, OutChunk, OutTensor, copied
 from megatron_muon.checkpoint.parameters import StoredParameter
 from megatron_muon.checkpoint.reading import Checkpoint
 from megatron_muon.checkpoint.settings import ConvertSettings
-from megatron_muon.linalg import full_precision_matmul
+from megatron_muon.linalg import full_precision_matmul, gram
 from megatron_muon.matrices import SplitMode, intervals, merged_rule
 from megatron_muon.optim.dion_rule import OrthDionRule, seeded_right_factor
 
 EXACT_SIDE = 256
 """Up to this short side the eigenvectors of the Gram matrix are computed."""
 
-ITERATIONS = 8
+ITERATIONS = 3
 """Of the subspace iteration above it; it starts from the seeded V and need not converge, for every
 step of Orth-Dion is one more."""
 
@@ -114,11 +114,13 @@ def leading_right_subspace(matrix: torch.Tensor, start: torch.Tensor) -> torch.T
     tall = tall / size
     with full_precision_matmul():
         if tall.shape[1] <= EXACT_SIDE:
-            gram = tall.T.double() @ tall.double()
-            _, vectors = torch.linalg.eigh(gram)
+            _, vectors = torch.linalg.eigh(tall.T.double() @ tall.double())
             leading: torch.Tensor = vectors[:, -start.shape[1] :].flip(1).float()
             return leading.contiguous()
-        gram32 = tall.T @ tall  # cheaper than two products with a tall matrix in every iteration
+        # Once, and by half: cheaper than two products with a tall matrix in every iteration.
+        side = tall.shape[1]
+        gram32 = tall.new_empty(side, side)
+        gram(tall.T.contiguous().unsqueeze(0), out=gram32.unsqueeze(0))
         basis: torch.Tensor = torch.linalg.qr(start).Q
         for _ in range(ITERATIONS):
             basis = torch.linalg.qr(gram32 @ basis).Q

@@ -31,6 +31,7 @@ from megatron_muon.linalg.precision import (
     resolve_compute_dtype,
     resolve_exchange_dtype,
 )
+from megatron_muon.linalg.products import gram
 from megatron_muon.linalg.scales import SCALE_MODES, update_rms, update_scale
 from megatron_muon.linalg.shared_newton_schulz import (
     PanelRequest,
@@ -62,6 +63,7 @@ __all__ = [
     "coefficient_schedule",
     "dion_flops",
     "full_precision_matmul",
+    "gram",
     "newton_schulz",
     "newton_schulz_flops",
     "orthogonalize_",
