@@ -112,7 +112,7 @@ class BalanceRow:
     faster: float
 
 
-def balance_table(data_parallel: tuple[int, ...] = (8, 32, 128)) -> list[BalanceRow]:
+def balance_table(data_parallel: tuple[int, ...] = (8, 16, 32, 64, 128)) -> list[BalanceRow]:
     """Every model at TP8 and every data-parallel size, bf16, five quintic steps."""
     rows = []
     for model in MODELS:

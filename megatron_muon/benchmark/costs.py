@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_muon.benchmark.timing import median_ms
-from megatron_muon.linalg import Schedule, Workspace, coefficient_schedule, orthogonalize_
+from megatron_muon.linalg import Workspace, coefficient_schedule, orthogonalize_
 from megatron_muon.placement import CostTable, MeasuredCost
 
 BATCHES = (1, 4, 16)
@@ -83,8 +83,3 @@ def measure_costs(
         steps=steps,
         measured=tuple(measured),
     )
-
-
-def _work(x: torch.Tensor, schedule: Schedule) -> Callable[[], object]:
-    work, space = torch.empty_like(x), Workspace()
-    return lambda: orthogonalize_(work.copy_(x), schedule, compute_dtype=x.dtype, workspace=space)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_muon.placement.balance import Work, assign_ranks
 from megatron_muon.placement.bounds import options_of, smallest_possible
+from megatron_muon.placement.mixing import mix_parts
 from megatron_muon.placement.shared import Itemsizes, request_bytes
 
 MIN_SHARED_FLOPS = 1 << 37
@@ -29,6 +31,9 @@ NEAR_ENOUGH = (102, 100)
 
 # Largest parts that are tried one after another, in percent of the smallest possible load.
 _SIZES = (400, 270, 200, 160, 133, 115, 107, 103, 100, 67, 50, 40, 33, 28, 24, 20, 17, 14, 12)
+
+# Loads, in the same unit, for which equal matrices are cut into different numbers of parts.
+_TARGETS = (102, 105, 110, 120)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,20 +139,47 @@ def choose_ranks(
     possible = smallest_possible(
         (options_of(costs.smallest(i, limit)) for i, limit in enumerate(limits)), ranks
     )
-    best: tuple[tuple[int, ...], ...] = ()
-    lowest: int | None = None
+    best = _Best(costs, ranks, ranks_per_node, possible)
     for parts in _ways(candidates, costs, limits, ranks, possible):
+        best.try_parts(parts)
+        if best.is_near_enough:
+            return Choice(ranks=best.placed, possible=possible)
+    if max(limits, default=1) > 1:
+        for percent in _TARGETS:
+            target = possible * percent // 100
+            if best.is_near_enough or target >= best.load:
+                break
+            best.try_parts(_mixed(costs, limits, best.parts, ranks, target))
+    return Choice(ranks=best.placed, possible=possible)
+
+
+class _Best:
+    """The fastest placement so far."""
+
+    def __init__(self, costs: _PartCosts, ranks: int, ranks_per_node: int, possible: int) -> None:
+        self._costs = costs
+        self._ranks = ranks
+        self._ranks_per_node = ranks_per_node
+        self._possible = possible
+        self.parts: tuple[int, ...] = ()
+        self.placed: tuple[tuple[int, ...], ...] = ()
+        self.load = -1
+
+    def try_parts(self, parts: tuple[int, ...]) -> None:
+        """Place matrices in these numbers of parts; kept if no placement before was as fast."""
         works = [
-            Work(name=c.name, cost=costs(i, count), parts=count, held=c.held)
-            for i, (c, count) in enumerate(zip(candidates, parts, strict=True))
+            Work(name=c.name, cost=self._costs(i, count), parts=count, held=c.held)
+            for i, (c, count) in enumerate(zip(self._costs.candidates, parts, strict=True))
         ]
-        found = assign_ranks(works, ranks=ranks, ranks_per_node=ranks_per_node)
-        reached = _largest_load(works, found, ranks)
-        if lowest is None or reached < lowest:
-            best, lowest = found, reached
-        if lowest * NEAR_ENOUGH[1] <= possible * NEAR_ENOUGH[0]:
-            break
-    return Choice(ranks=best, possible=possible)
+        placed = assign_ranks(works, ranks=self._ranks, ranks_per_node=self._ranks_per_node)
+        load = _largest_load(works, placed, self._ranks)
+        if self.load < 0 or load < self.load:
+            self.parts, self.placed, self.load = parts, placed, load
+
+    @property
+    def is_near_enough(self) -> bool:
+        """Whether sharing more is not worth its messages."""
+        return self.load * NEAR_ENOUGH[1] <= self._possible * NEAR_ENOUGH[0]
 
 
 def _ways(
@@ -196,6 +228,34 @@ def _left_over(
         for load, rank in emptiest:
             heapq.heappush(loads, (load + cost, rank))
     return found
+
+
+def _mixed(
+    costs: _PartCosts, limits: Sequence[int], parts: Sequence[int], ranks: int, target: int
+) -> tuple[int, ...]:
+    """Other numbers of parts, also of equal matrices, with less work above a load."""
+    kinds: dict[tuple[tuple[int, int], int], list[int]] = defaultdict(list)
+    for index in sorted(range(len(parts)), key=lambda i: costs.candidates[i].name):
+        candidate = costs.candidates[index]
+        kinds[candidate.shape, candidate.cost].append(index)
+    # Longest first, whatever the order of names: what is found must not depend on it.
+    members = [kinds[kind] for kind in sorted(kinds, key=lambda kind: (-kind[1], kind[0]))]
+    counts = []
+    for found in members:
+        of_each = Counter(parts[index] for index in found)
+        counts.append(tuple(of_each[count] for count in range(1, limits[found[0]] + 1)))
+    mixed = mix_parts(
+        [[costs(m[0], count) for count in range(1, limits[m[0]] + 1)] for m in members],
+        tuple(counts),
+        ranks=ranks,
+        target=target,
+    )
+    result = list(parts)
+    for found, row in zip(members, mixed, strict=True):
+        dealt = (count for count, number in enumerate(row, start=1) for _ in range(number))
+        for index, count in zip(found, dealt, strict=True):
+            result[index] = count
+    return tuple(result)
 
 
 class _PartCosts:

@@ -56,6 +56,12 @@ def test_parts_that_cost_more_than_their_share() -> None:
     assert smallest_possible([options] * 24, 64) == 646
 
 
+def test_large_parts_leave_no_room_for_parts_of_others() -> None:
+    """The work is 13 for each of three ranks, but two parts of 8 have a rank each to themselves."""
+    matrices = [options_of([22, 8, 7]), options_of([9, 6]), options_of([9, 6])]
+    assert smallest_possible(matrices, 3) == _best(matrices, 3) == 14
+
+
 def test_the_mean_and_the_largest() -> None:
     assert smallest_possible([((1, 5),), ((1, 1),), ((1, 1),)], 3) == 5
     assert smallest_possible([((1, 2),)] * 3, 1) == 6
