@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from megatron_muon.config import MatrixConfig
-from megatron_muon.placement import Plan
+from megatron_muon.placement import Plan, load_cost_table
 
 
 def family_name(name: str) -> str:
@@ -17,7 +18,7 @@ def family_name(name: str) -> str:
 
 
 def plan_warnings(settings: MatrixConfig, plan: Plan, domain: str) -> list[str]:
-    """Sentences on idle owners, a matrix that dominates, and thin parts.
+    """Sentences on idle owners, a matrix that dominates, shapes not measured, and thin parts.
 
     Args:
         settings: The user's settings.
@@ -36,6 +37,7 @@ def plan_warnings(settings: MatrixConfig, plan: Plan, domain: str) -> list[str]:
             "than ranks"
         )
     found += _dominating(settings, plan)
+    found += _not_measured(settings, plan)
     thin = sorted(
         {
             f"{family_name(m.name)} ({m.shape[0]}x{m.shape[1]})"
@@ -74,3 +76,29 @@ def _dominating(settings: MatrixConfig, plan: Plan) -> list[str]:
             f"balance{advice}"
         )
     ]
+
+
+def _not_measured(settings: MatrixConfig, plan: Plan) -> list[str]:
+    """Shapes whose time is only estimated, and how to measure them."""
+    if settings.cost_table is None:
+        return []
+    table = load_cost_table(settings.cost_table)
+    shapes = [matrix.shape for matrix in plan.matrices]
+    lacking = table.lacks(shapes)
+    if not lacking:
+        return []
+    # The benchmark writes the table anew: what it has is to be measured again.
+    wanted = sorted({*lacking, *((entry.short, entry.long) for entry in table.measured)})
+    return [
+        (
+            f"--dmuon-cost-table {settings.cost_table} lacks {_listed(lacking)}, taken at the rate "
+            "of what is nearest in operations; measure with python -m megatron_muon.benchmark "
+            f"--cost-table {settings.cost_table} --cost-shapes "
+            f"{_listed(wanted, ',')} --cost-dtype {table.dtype} "
+            f"--cost-steps {table.steps}"
+        )
+    ]
+
+
+def _listed(shapes: Sequence[tuple[int, int]], comma: str = ", ") -> str:
+    return comma.join(f"{m}x{n}" for m, n in shapes)

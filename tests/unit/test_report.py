@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,7 @@ from megatron_muon.integration.report import adam_traffic_bytes, startup_report,
 from megatron_muon.integration.routes import RoutedParameter
 from megatron_muon.matrices import WHOLE, Packing, ParameterFacts, Rule, SplitMode, route
 from megatron_muon.optim import MuonRule
-from megatron_muon.placement import Plan
+from megatron_muon.placement import CostTable, MeasuredCost, Plan, write_cost_table
 from tests.distributed.prescribed import Whole, gate_up
 from tests.unit.placement.stages import stage_of
 
@@ -251,6 +253,30 @@ def test_a_matrix_that_dominates_is_warned_of() -> None:
         )
     ]
     assert not any("warning" in line for line in _report([*entries, ENTRIES[0]]))
+
+
+def test_shapes_that_were_not_measured_are_named_with_the_command(tmp_path: Path) -> None:
+    """The command measures what the table has, too: it writes the table anew."""
+    path = tmp_path / "costs.json"
+    entries = [Whole(name=f"layers.{i}.w", shape=(16, 8), tp_dim=0) for i in range(4)]
+    settings = replace(SETTINGS, cost_table=str(path))
+
+    def warnings_with(*shapes: tuple[int, int]) -> list[str]:
+        measured = tuple(
+            MeasuredCost(short=short, long=long, batch=1, nanoseconds=9) for short, long in shapes
+        )
+        about = {"device": "one", "dtype": "bfloat16", "steps": 5}
+        write_cost_table(CostTable(**about, measured=measured), path)
+        return [line for line in _report(entries, settings=settings) if line.startswith("warning")]
+
+    assert warnings_with((8, 16)) == []
+    assert warnings_with((4, 4)) == [
+        (
+            f"warning: --dmuon-cost-table {path} lacks 8x16, taken at the rate of what is nearest "
+            "in operations; measure with python -m megatron_muon.benchmark --cost-table "
+            f"{path} --cost-shapes 4x4,8x16 --cost-dtype bfloat16 --cost-steps 5"
+        )
+    ]
 
 
 def test_a_model_without_matrices_says_so() -> None:
