@@ -1,0 +1,33 @@
+"""How evenly known models fall on their owners: the bar of the project, and the table in docs/."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_muon.benchmark.balance import BalanceRow, balance_table
+from megatron_muon.benchmark.report import balance_lines
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[BalanceRow]:
+    return balance_table()
+
+
+def test_every_model_is_within_five_percent_or_at_what_is_possible(rows: list[BalanceRow]) -> None:
+    """At the bound but for parts that differ by one row."""
+    assert len(rows) == 40
+    missed = [row for row in rows if row.reached > max(1.05, 1.001 * row.bound)]
+    assert missed == []
+
+
+def test_sharing_makes_no_busiest_owner_slower(rows: list[BalanceRow]) -> None:
+    assert all(row.faster >= 1 for row in rows)
+    assert all(row.reached > row.bound - 1e-9 for row in rows)
+
+
+def test_the_table_in_the_documents_is_what_the_benchmark_prints(rows: list[BalanceRow]) -> None:
+    path = Path(__file__).parents[2] / "docs" / "owner-balance.md"
+    table = [line for line in path.read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
+    assert table == balance_lines(rows)
