@@ -95,8 +95,8 @@ def check_agreement(
     if different:
         raise PlanMismatchError(
             f"ranks {different} of the exchange group made another plan than rank 0: names, "
-            "shapes, bucket sizes or --matrix-rule differ between ranks; start every rank with the "
-            "same arguments and the same model"
+            "shapes, bucket sizes, --matrix-rule or the content of --dmuon-cost-table differ "
+            "between ranks; start every rank with the same arguments, files and model"
         )
 
 

@@ -187,19 +187,25 @@ class TestAWrongVariantFails:
     def test_block_rows_in_another_order(
         self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """What the first of the others sent is taken for what the last sent, and so on."""
+
         def wrong(original: Any) -> Any:
             def answer(received: Any, request: Any, program: Any, part: Any) -> Any:
-                turned = dataclasses.replace(program, received=program.received[::-1])
+                slots = list(program.received)
+                others = [number for number in range(len(slots)) if number != part.number]
+                for number, other in zip(others, others[::-1], strict=True):
+                    slots[number] = program.received[other]
+                turned = dataclasses.replace(program, received=tuple(slots))
                 return original(received, request, turned, part)
 
             return answer
 
-        with pytest.raises(Exception, match=r"shape|failed"):
-            assert self.broken(ranks, monkeypatch, "_answer", wrong) < 1e-3
-            raise AssertionError("a wrong order of rows was not noticed")
+        assert self.broken(ranks, monkeypatch, "_answer", wrong) > 1e-3
 
-    def test_panels_in_another_order(self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Every rank returns the panel of its right neighbour."""
+    def test_columns_of_panels_in_another_order(
+        self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What is copied into a panel, and out of its update, comes with its columns reversed."""
 
         def wrong(original: Any) -> Any:
             def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

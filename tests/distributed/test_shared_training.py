@@ -124,17 +124,22 @@ def test_a_table_of_another_iteration_is_refused(ranks: Ranks, tmp_path: Path) -
         assert "--cost-dtype float32 --cost-steps 5" in report
 
 
-def _different_table(rank: int, run: Run, folder: Path) -> None:
-    _owners(rank, run, folder / "costs.json" if rank == 0 else folder / "other.json", None)
+def _table_of_this_rank(rank: int, run: Run, folder: Path) -> None:
+    os.chdir(folder / str(rank))
+    _owners(rank, run, Path("costs.json"), None)
 
 
 def test_another_table_on_one_rank_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     """Same path on every rank, other content, as on disks of their own."""
-    _table(tmp_path / "costs.json", 1000)
-    _table(tmp_path / "other.json", 1001)
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        _table(tmp_path / str(rank) / "costs.json", 1000 + rank)
     with pytest.raises(RankFailed) as failed:
-        ranks(2, _different_table, replace(RUN, dp=1), tmp_path)
+        ranks(2, _table_of_this_rank, replace(RUN, dp=1), tmp_path)
     assert len(failed.value.reports) == 2
+    for report in failed.value.reports.values():
+        assert "made another plan than rank 0" in report
+        assert "the content of --dmuon-cost-table differ between ranks" in report
 
 
 def _nodes(rank: int, said: str, per_node: int | None) -> int:
