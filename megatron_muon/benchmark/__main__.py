@@ -174,6 +174,7 @@ def _measure(device: str, *, quick: bool) -> dict[str, Any]:
 
 def _markdown(found: dict[str, Any], device: str, seconds: float) -> str:
     from megatron_muon.benchmark import report
+    from megatron_muon.benchmark.balance import balance_lines
 
     about, steps, training = found["about"], found["sizes"]["steps"], found["sizes"]["training"]
     where = "one thread a rank, gloo" if device == "cpu" else "NCCL"
@@ -218,7 +219,7 @@ def _markdown(found: dict[str, Any], device: str, seconds: float) -> str:
             "nothing of these sizes was run):"
         ),
         "",
-        *report.balance_lines(found["balance"]),
+        *balance_lines(found["balance"]),
         "",
     ]
     return "\n".join(lines)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_muon.benchmark.markdown import table
 from megatron_muon.linalg import (
     cheapest_segments,
     coefficient_schedule,
@@ -208,3 +209,32 @@ def _loads(
                 else part_cost(candidate, sharing, len(ranks), number)
             )
     return loads, chosen.possible, sum(len(ranks) > 1 for ranks in chosen.ranks)
+
+
+def balance_lines(rows: Sequence[BalanceRow]) -> list[str]:
+    """Modelled balance beside the best possible, and beside one owner a matrix."""
+    return table(
+        [
+            "model at TP8",
+            "owners",
+            "matrices",
+            "of them shared",
+            "max/mean, one owner each",
+            "max/mean reached",
+            "best possible",
+            "busiest rank, × faster",
+        ],
+        [
+            [
+                r.name,
+                str(r.owners),
+                str(r.matrices),
+                str(r.shared),
+                f"{r.whole:.3f}",
+                f"{r.reached:.3f}",
+                f"{r.bound:.3f}",
+                f"{r.faster:.2f}",
+            ]
+            for r in rows
+        ],
+    )

@@ -14,6 +14,7 @@ import torch
 
 from megatron_muon.benchmark.balance import BalanceRow
 from megatron_muon.benchmark.kernels import SPECTRA, ErrorRow, KernelRow
+from megatron_muon.benchmark.markdown import table
 from megatron_muon.benchmark.steps import Measurement
 
 
@@ -41,14 +42,6 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [
-        f"| {' | '.join(header)} |",
-        f"|{'---|' * len(header)}",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
-
-
 def _spread(m: Measurement) -> str:
     return f"{m.median:.3f} ({min(m.seconds):.3f}–{max(m.seconds):.3f})"
 
@@ -56,7 +49,7 @@ def _spread(m: Measurement) -> str:
 def optimizer_table(results: Mapping[str, Measurement]) -> list[str]:
     """Time, FLOPs, bytes and memory of optimizer steps."""
     adamw, dmuon = results["adamw"], results["dmuon"]
-    return _table(
+    return table(
         [
             "optimizer",
             "step, s",
@@ -86,7 +79,7 @@ def optimizer_table(results: Mapping[str, Measurement]) -> list[str]:
 def training_table(results: Mapping[str, Measurement]) -> list[str]:
     """Time of whole steps."""
     adamw = results["adamw"]
-    return _table(
+    return table(
         ["optimizer", "whole step, s", "× AdamW"],
         [[m.label, _spread(m), f"{m.median / adamw.median:.3f}"] for m in results.values()],
     )
@@ -99,7 +92,7 @@ def kernels_table(rows: Sequence[KernelRow]) -> list[str]:
         ours = next(r for r in rows if r.batch == row.batch and r.name == "ours")
         return f"{row.milliseconds / ours.milliseconds:.2f}"
 
-    return _table(
+    return table(
         ["batch", "whose", "ms", "× ours", "GFLOP", "rate over a large product's", "error"],
         [
             [
@@ -118,7 +111,7 @@ def kernels_table(rows: Sequence[KernelRow]) -> list[str]:
 
 def errors_table(rows: Sequence[ErrorRow]) -> list[str]:
     """Error of every form and coefficient set."""
-    return _table(
+    return table(
         [
             "coefficients",
             "form",
@@ -133,35 +126,6 @@ def errors_table(rows: Sequence[ErrorRow]) -> list[str]:
                 *(f"{value:.1e}" for value in row.polar),
             ]
             for row in rows
-        ],
-    )
-
-
-def balance_lines(rows: Sequence[BalanceRow]) -> list[str]:
-    """Modelled balance beside the best possible, and beside one owner a matrix."""
-    return _table(
-        [
-            "model at TP8",
-            "owners",
-            "matrices",
-            "of them shared",
-            "max/mean, one owner each",
-            "max/mean reached",
-            "best possible",
-            "busiest rank, × faster",
-        ],
-        [
-            [
-                r.name,
-                str(r.owners),
-                str(r.matrices),
-                str(r.shared),
-                f"{r.whole:.3f}",
-                f"{r.reached:.3f}",
-                f"{r.bound:.3f}",
-                f"{r.faster:.2f}",
-            ]
-            for r in rows
         ],
     )
 

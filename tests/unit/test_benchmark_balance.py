@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.benchmark.balance import BalanceRow, balance_table
-from megatron_muon.benchmark.report import balance_lines
+from megatron_muon.benchmark.balance import BalanceRow, balance_lines, balance_table
 
 
 @pytest.fixture(scope="module")
