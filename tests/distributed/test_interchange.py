@@ -524,7 +524,8 @@ def test_a_reader_that_goes_away_is_no_error(runs: Runs) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
-        assert process.stderr.read() == b""
+        said = process.stderr.read()
+    assert b"Traceback" not in said and b"BrokenPipe" not in said
     assert process.returncode == 0
 
 
