@@ -17,8 +17,7 @@ from megatron_muon.placement.program import Patch, WaveProgram, compile_wave
 ComputeFunction = Callable[[torch.Tensor], torch.Tensor]
 """Maps a batch (B, m, n) of whole matrices to their updates, same shape.
 
-The smaller side comes first in memory: of tall matrices the transpose is contiguous. The batch may
-be overwritten, and the result need not outlive the next call.
+It may be overwritten, and the result need not outlive the next call.
 """
 
 
@@ -39,6 +38,7 @@ class Exchange:
         squares_dtype: Element type of what travels among the ranks that share a matrix; ``dtype``
             by default.
         scalars_dtype: Element type of the norms among them; ``dtype`` by default.
+        small_side_first: Of assembled tall matrices the transpose is contiguous.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Exchange:
         keep_buffers: bool = True,
         squares_dtype: torch.dtype | None = None,
         scalars_dtype: torch.dtype | None = None,
+        small_side_first: bool = False,
     ) -> None:
         if dtype.itemsize != plan.itemsize:
             raise ValueError(f"plan counts {plan.itemsize} bytes an element, {dtype} has others")
@@ -78,6 +79,7 @@ class Exchange:
         self._device = device
         self._dtype = dtype
         self._keep_buffers = keep_buffers
+        self._small_side_first = small_side_first
         self._memory: WaveMemory | None = None
 
     @property
@@ -111,7 +113,11 @@ class Exchange:
         memory = self._memory
         if memory is None and programs:
             memory = self._memory = WaveMemory(
-                programs, size=self.plan.group.size, dtype=self._dtype, device=self._device
+                programs,
+                size=self.plan.group.size,
+                dtype=self._dtype,
+                device=self._device,
+                small_side_first=self._small_side_first,
             )
         if memory is not None:
             self._run_waves(memory, pack, compute, apply, shared)

@@ -21,6 +21,7 @@ class WaveMemory:
         size: Number of ranks of the group; alone, what is sent is what is received.
         dtype: Element type.
         device: Device.
+        small_side_first: Of batches of tall matrices the transpose is contiguous.
     """
 
     def __init__(
@@ -30,8 +31,10 @@ class WaveMemory:
         size: int,
         dtype: torch.dtype,
         device: torch.device,
+        small_side_first: bool = False,
     ) -> None:
         self._alone = size == 1
+        self._small_side_first = small_side_first
         both = [message for p in programs for message in (p.out, p.back)]
         flight = max((self._numel(message) for message in both), default=0)
         matrices = max((_matrix_elements(p) for p in programs), default=0)
@@ -53,13 +56,14 @@ class WaveMemory:
         return slot[:sent], slot[sent : sent + sum(message.received_counts)]
 
     def batches(self, program: WaveProgram) -> list[torch.Tensor]:
-        """Batches (B, m, n) of a wave, the smaller side first in memory."""
+        """Batches (B, m, n) of a wave, each contiguous, or turned if so told."""
         found, offset = [], 0
         for batch in program.batches:
             m, n = batch.shape
             count = len(batch.matrices)
             flat = self._matrices[offset : offset + count * m * n]
-            found.append(flat.view(count, m, n) if m <= n else flat.view(count, n, m).mT)
+            turned = m > n and self._small_side_first
+            found.append(flat.view(count, n, m).mT if turned else flat.view(count, m, n))
             offset += count * m * n
         return found
 

@@ -8,7 +8,7 @@ import torch
 
 from megatron_muon.exchange import Exchange, ExchangeCounters, FactorExchange, GroupTransport
 from megatron_muon.integration.stage import MatrixRule
-from megatron_muon.linalg import Workspace
+from megatron_muon.linalg import Workspace, small_side_first
 from megatron_muon.optim import (
     MatrixRange,
     MuonRule,
@@ -68,6 +68,7 @@ class MatrixUpdate:
                 keep_buffers=self._keeps_memory,
                 squares_dtype=rule.compute_dtype,
                 scalars_dtype=rule.scalars_dtype,
+                small_side_first=small_side_first(device),
             )
 
     @property

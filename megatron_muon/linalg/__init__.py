@@ -31,7 +31,7 @@ from megatron_muon.linalg.precision import (
     resolve_compute_dtype,
     resolve_exchange_dtype,
 )
-from megatron_muon.linalg.products import gram
+from megatron_muon.linalg.products import gram, small_side_first
 from megatron_muon.linalg.scales import SCALE_MODES, update_rms, update_scale
 from megatron_muon.linalg.shared_newton_schulz import (
     PanelRequest,
@@ -75,6 +75,7 @@ __all__ = [
     "resolve_compute_dtype",
     "resolve_exchange_dtype",
     "right_factor",
+    "small_side_first",
     "standard_segments",
     "update_rms",
     "update_scale",

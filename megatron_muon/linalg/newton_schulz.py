@@ -28,9 +28,11 @@ import torch
 from torch import Tensor
 
 from megatron_muon.linalg.coefficients import Schedule
+from megatron_muon.linalg.norms import frobenius_norm, largest_magnitude
 from megatron_muon.linalg.precision import full_precision_matmul
 from megatron_muon.linalg.products import (
     gram,
+    small_side_first,
     square_plus,
     symmetric_addmm,
     symmetric_product_flops,
@@ -93,16 +95,15 @@ def newton_schulz(
     space = workspace or Workspace()
     m, n = x.shape[-2:]
     batch = x.unsqueeze(0) if x.ndim == 2 else x
-    small_first = batch.mT if m > n else batch
-    work = space.take("x", tuple(small_first.shape), dtype=_wide(x, compute_dtype), device=x.device)
+    work = _take_like(space, "x", batch.mT if m > n else batch, _wide(x, compute_dtype))
     orthogonal = orthogonalize_(
-        work.copy_(small_first),
+        (work.mT if m > n else work).copy_(batch),
         schedule,
         compute_dtype=compute_dtype,
         segments=segments,
         workspace=space,
     )
-    result.copy_((orthogonal.mT if m > n else orthogonal).view_as(x))
+    result.copy_(orthogonal if x.ndim == 3 else orthogonal[0])
     return result
 
 
@@ -119,8 +120,9 @@ def orthogonalize_(
     """``newton_schulz`` times a scale, for a batch whose memory may be used up.
 
     Args:
-        x: (B, m, n), any floating dtype; best with the smaller side contiguous and as wide as the
-            normalization, then no copy is made. Its content is undefined afterwards.
+        x: (B, m, n), any floating dtype; best as wide as the normalization and laid out as
+            ``small_side_first`` says, or on CPU contiguous: then no copy is made. Its content is
+            undefined afterwards.
         schedule: As for ``newton_schulz``.
         compute_dtype: As for ``newton_schulz``.
         scale: Factor on the result.
@@ -135,9 +137,8 @@ def orthogonalize_(
     if segments is None:
         segments = cheapest_segments(m, n, schedule, compute_dtype, x.device)
     oriented, wide = x.mT if m > n else x, _wide(x, compute_dtype)
-    if oriented.dtype != wide or not oriented.is_contiguous():
-        shape = tuple(oriented.shape)
-        oriented = workspace.take("x", shape, dtype=wide, device=x.device).copy_(oriented)
+    if oriented.dtype != wide or not _fits(oriented):
+        oriented = _take_like(workspace, "x", oriented, wide).copy_(oriented)
     normalized = _normalize_(oriented, compute_dtype, workspace)
     # Under the caller's settings fp32 may silently mean TF32: 1e-3 instead of 1e-6.
     with full_precision_matmul() if compute_dtype == torch.float32 else nullcontext():
@@ -205,6 +206,18 @@ def _wide(x: Tensor, compute_dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(torch.promote_types(x.dtype, torch.float32), compute_dtype)
 
 
+def _fits(x: Tensor) -> bool:
+    """Whether x (B, m, n), m ≤ n, can be computed on where it lies."""
+    return x.is_contiguous() or (not small_side_first(x.device) and x.mT.is_contiguous())
+
+
+def _take_like(space: Workspace, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for a tensor of x's shape (B, m, n), m ≤ n, and layout, as far as that fits."""
+    if x.is_contiguous() or not _fits(x):
+        return space.take(name, tuple(x.shape), dtype=dtype, device=x.device)
+    return space.take(name, tuple(x.mT.shape), dtype=dtype, device=x.device).mT
+
+
 def _normalize_(x: Tensor, compute_dtype: torch.dtype, space: Workspace) -> Tensor:
     """Divides each matrix of x (B, m, n) by its Frobenius norm, in place; returns x as computed on.
 
@@ -212,17 +225,15 @@ def _normalize_(x: Tensor, compute_dtype: torch.dtype, space: Workspace) -> Tens
     square of 1e-25 is zero. There is no epsilon, because it would shrink small gradients; only an
     exact zero is replaced.
     """
-    largest: Tensor = torch.linalg.vector_norm(x, ord=torch.inf, dim=(-2, -1), keepdim=True)
+    largest = largest_magnitude(x)
     # masked_fill and not where: a scalar of where would be copied from the host.
     # A quotient, not a product with 1/largest: the reciprocal of a subnormal is inf.
     x.div_(largest.masked_fill(largest == 0, 1.0))
-    # Rows first: a million squares in one fp32 sum are off by 3e-6, in all singular values alike.
-    rows: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    norm: Tensor = torch.linalg.vector_norm(rows, dim=-2, keepdim=True)
+    norm = frobenius_norm(x)
     x.div_(norm.masked_fill(norm == 0, 1.0))
     if x.dtype == compute_dtype:
         return x
-    return space.take("narrow", tuple(x.shape), dtype=compute_dtype, device=x.device).copy_(x)
+    return _take_like(space, "narrow", x, compute_dtype).copy_(x)
 
 
 def _iterate(x: Tensor, segments: Segments, scale: float, space: Workspace) -> Tensor:
@@ -232,7 +243,7 @@ def _iterate(x: Tensor, segments: Segments, scale: float, space: Workspace) -> T
     def square(name: str) -> Tensor:
         return space.take(name, (batch, m, m), dtype=x.dtype, device=x.device)
 
-    following = space.take("following", tuple(x.shape), dtype=x.dtype, device=x.device)
+    following = _take_like(space, "following", x, x.dtype)
     a, z = square("a"), square("z")
     for number, segment in enumerate(segments, start=1):
         factor = scale if number == len(segments) else 1.0

@@ -31,6 +31,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_muon.linalg.norms import largest_magnitude
 from megatron_muon.linalg.precision import full_precision_matmul
 
 RIGHT_FACTORS: Final = ("qr", "polar", "colnorm")
@@ -159,7 +160,7 @@ def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
     QR and SVD refuse nan, for the whole batch; and squares of 1e-30 vanish in fp32.
     """
     wide: Tensor = x.to(torch.promote_types(x.dtype, torch.float32))
-    largest: Tensor = torch.linalg.vector_norm(wide, ord=torch.inf, dim=(-2, -1), keepdim=True)
+    largest = largest_magnitude(wide)
     # A quotient, not a product with 1/largest: the reciprocal of a subnormal is inf.
     scaled = wide / largest.masked_fill(largest == 0, 1.0)
     return scaled.masked_fill_(~largest.isfinite(), 0.0), largest

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron_muon.linalg.coefficients import Schedule
 from megatron_muon.linalg.newton_schulz import Segments
+from megatron_muon.linalg.norms import frobenius_norm, largest_magnitude
 from megatron_muon.linalg.precision import full_precision_matmul
 from megatron_muon.linalg.products import gram, symmetric_product_flops
 from megatron_muon.linalg.workspace import Workspace
@@ -198,9 +199,9 @@ _Steps = Generator[PanelRequest, Sequence[Tensor], None]
 
 def _normalize_(own: _Worker, x: Tensor) -> PanelWorker:
     """Divides the panel by the norm of the whole matrix, as ``newton_schulz`` does it."""
-    largest: Tensor = torch.linalg.vector_norm(x, ord=torch.inf) if x.numel() else x.new_zeros(())
+    largest = largest_magnitude(x).view(()) if x.numel() else x.new_zeros(())
     x.div_(largest.masked_fill(largest == 0, 1.0))
-    norm: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(x, dim=-1))
+    norm = frobenius_norm(x).view(())
     answers = yield PanelRequest("scalars", torch.stack((largest, norm)))
     # In units of the largest entry of all: the same order of the same numbers for every worker.
     everyone = torch.stack(tuple(answers))
