@@ -1,0 +1,30 @@
+"""Norms of batches of matrices."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def largest_magnitude(x: Tensor) -> Tensor:
+    """The largest |element| of each matrix of x (B, m, n), as (B, 1, 1); nan where one is.
+
+    On CPU torch's vector norm of order inf takes twelve times as long as both extremes.
+    """
+    if x.device.type != "cpu":
+        largest: Tensor = torch.linalg.vector_norm(x, ord=torch.inf, dim=(-2, -1), keepdim=True)
+        return largest
+    over = (-2, -1)
+    return torch.maximum(x.amax(dim=over, keepdim=True), x.amin(dim=over, keepdim=True).neg_())
+
+
+def frobenius_norm(x: Tensor) -> Tensor:
+    """The Frobenius norm of each matrix of x (B, m, n), as (B, 1, 1).
+
+    Line by line first, as the elements lie in memory: a million squares in one fp32 sum are off by
+    3e-6, in all singular values alike.
+    """
+    first, second = (-1, -2) if x.stride(-1) == 1 else (-2, -1)
+    lines = torch.linalg.vector_norm(x, dim=first, keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(lines, dim=second, keepdim=True)
+    return norm
