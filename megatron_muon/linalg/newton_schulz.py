@@ -34,7 +34,7 @@ from megatron_muon.linalg.products import (
     gram,
     small_side_first,
     square_plus,
-    symmetric_addmm,
+    symmetric_mm,
     symmetric_product_flops,
 )
 from megatron_muon.linalg.workspace import Workspace
@@ -260,16 +260,18 @@ def _iterate(x: Tensor, segments: Segments, scale: float, space: Workspace) -> T
 
 
 def _carried(segment: Schedule, a: Tensor, z: Tensor, y: Tensor, q: Tensor) -> Tensor:
-    """Q of a segment, from its A; all five are overwritten, and Q lies in y or q."""
+    """Q of a segment, from its A; all five are overwritten, and Q lies in y, z or q."""
     for index, (alpha, beta, gamma) in enumerate(segment):
+        # W = aI + Z as a matrix: products without a term to add save a copy each.
         square_plus(a, alpha=gamma, beta=beta, out=z)
+        z.diagonal(dim1=-2, dim2=-1).add_(alpha)
         if index + 1 < len(segment):
-            symmetric_addmm(a, z, a, beta=alpha, out=y)
-            symmetric_addmm(y, y, z, beta=alpha, out=a)
+            symmetric_mm(z, a, out=y)
+            symmetric_mm(y, z, out=a)
         if index == 0:
-            q.copy_(z).diagonal(dim1=-2, dim2=-1).add_(alpha)
+            q, z = z, q
         else:
-            symmetric_addmm(q, z, q, beta=alpha, out=y)
+            symmetric_mm(z, q, out=y)
             q, y = y, q
     return q
 

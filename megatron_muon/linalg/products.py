@@ -61,37 +61,39 @@ def gram(x: Tensor, out: Tensor) -> None:
 
 
 def square_plus(a: Tensor, *, alpha: float, beta: float, out: Tensor) -> None:
-    """``out`` (B, m, m) = beta A + alpha A² of symmetric a (B, m, m)."""
+    """``out`` (B, m, m) = beta A + alpha A² of symmetric a (B, m, m), no memory shared."""
     kernel = symmetric_kernel(a.device, a.dtype)
     if kernel is not None and kernel.takes(a):
         for one, result in zip(a, out, strict=True):
             kernel(one, one, alpha=alpha, beta=beta, out=result)
         return
-    symmetric_addmm(a, a, a, beta=beta, alpha=alpha, out=out)
-
-
-def symmetric_addmm(
-    add: Tensor, a: Tensor, b: Tensor, *, beta: float, out: Tensor, alpha: float = 1.0
-) -> None:
-    """``out`` = beta C + alpha A B of ``add`` C, a and b, all symmetric (B, m, m); A, B commute.
-
-    ``out`` shares memory with none of them.
-    """
     rows = block_rows(out.shape[-1], out.device)
     if len(rows) == 1:
-        torch.baddbmm(add, a, b, beta=beta, alpha=alpha, out=out)
+        torch.baddbmm(a, a, a, beta=beta, alpha=alpha, out=out)
         return
     # One matrix after another: a strided batch is slower than its matrices here.
-    for c, left, right, result in zip(add, a, b, out, strict=True):
+    for one, result in zip(a, out, strict=True):
         for start, end in rows:
             torch.addmm(
-                c[start:end, :end],
-                left[start:end],
-                right[:, :end],
+                one[start:end, :end],
+                one[start:end],
+                one[:, :end],
                 beta=beta,
                 alpha=alpha,
                 out=result[start:end, :end],
             )
+    _mirror(out, rows)
+
+
+def symmetric_mm(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """``out`` = A B of symmetric a, b (B, m, m) that commute; it shares memory with neither."""
+    rows = block_rows(out.shape[-1], out.device)
+    if len(rows) == 1:
+        torch.bmm(a, b, out=out)
+        return
+    for left, right, result in zip(a, b, out, strict=True):
+        for start, end in rows:
+            torch.mm(left[start:end], right[:, :end], out=result[start:end, :end])
     _mirror(out, rows)
 
 

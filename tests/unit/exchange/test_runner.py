@@ -184,6 +184,7 @@ def _run(
     seed: int = 0,
     steps: int = 1,
     in_place: bool = False,
+    small_side_first: bool = False,
     observe: Callable[[_Mailbox, int, str, int], None] = lambda *_: None,
 ) -> _Result:
     """Run all ranks. ``observe(mailbox, rank, what, wave)`` is called from every callback."""
@@ -199,6 +200,7 @@ def _run(
             transport=_Transport(mailbox, rank),
             dtype=torch.float64,
             device=torch.device("cpu"),
+            small_side_first=small_side_first,
         )
         for rank in range(size)
     ]
@@ -436,6 +438,46 @@ def test_buffers_can_be_let_go_between_steps() -> None:
         )
         assert exchange._memory is None
         assert exchange.counters.peak_buffer_bytes == plan.loads[0].peak_buffer_bytes
+
+
+@pytest.mark.parametrize("small_side_first", [False, True])
+def test_tall_matrices_are_contiguous_or_turned(small_side_first: bool) -> None:
+    shapes = [(3, 5), (5, 3), (4, 4)]
+    stage = stage_of(
+        [Whole(name=f"w{i}", shape=shape, tp_dim=None) for i, shape in enumerate(shapes)],
+        tp=1,
+        dp=1,
+        bucket=3,
+    )
+    exchange = Exchange(
+        _plan(stage),
+        rank=0,
+        transport=_NoTransport(),
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        small_side_first=small_side_first,
+    )
+    seen = {}
+
+    def compute(batch: torch.Tensor) -> torch.Tensor:
+        seen[tuple(batch.shape[1:])] = batch.is_contiguous(), batch.mT.is_contiguous()
+        return batch
+
+    exchange.run(
+        pack=lambda pieces, views: None, compute=compute, apply=lambda pieces, views: None
+    )
+    assert seen[3, 5] == (True, False)
+    assert seen[5, 3] == (not small_side_first, small_side_first)
+    assert seen[4, 4][0]
+
+
+@pytest.mark.parametrize("small_side_first", [False, True])
+def test_updates_are_the_same_however_tall_matrices_lie(small_side_first: bool) -> None:
+    stage = _stage(2, 2)
+    plan = _plan(stage)
+    turned = _run(stage, plan, small_side_first=small_side_first)
+    for mine, other in zip(_run(stage, plan).updates, turned.updates, strict=True):
+        assert all(torch.equal(mine[name], other[name]) for name in mine)
 
 
 def test_ranks_that_hold_nothing_enter_every_message() -> None:

@@ -3,15 +3,19 @@
 The expected values come from an SVD, not from another run of the iteration.
 """
 
+import sys
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_muon.linalg import (
     COEFFICIENT_SETS,
+    Workspace,
     carried_segments,
     coefficient_schedule,
     newton_schulz,
+    orthogonalize_,
 )
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -217,6 +221,23 @@ def test_transposed_input_gives_a_contiguous_result():
     result = newton_schulz(x, QUINTIC, compute_dtype=FP64)
     assert result.is_contiguous()
     assert error(result, exact(x, QUINTIC)) < 1e-12
+
+
+@pytest.mark.parametrize("shape", [(2, 40, 24), (2, 24, 40), (3, 260, 300), (1, 300, 260)], ids=str)
+@pytest.mark.parametrize("small_first", [False, True])
+@pytest.mark.parametrize("in_small_first", [False, True])
+def test_a_batch_is_computed_where_it_lies(shape, small_first, in_small_first, monkeypatch):
+    """Contiguous or turned; where the smaller side has to come first, tall ones are copied."""
+    there = "megatron_muon.linalg.newton_schulz"
+    monkeypatch.setattr(sys.modules[there], "small_side_first", lambda device: small_first)
+    tall = shape[1] > shape[2]
+    turned = tall and in_small_first
+    source, space = random(shape), Workspace()
+    x = source.mT.contiguous().mT if turned else source.clone()
+    result = orthogonalize_(x, QUINTIC, compute_dtype=FP64, workspace=space)
+    assert error(result, exact(source, QUINTIC)) < 1e-12
+    copied = "x" in {name for name, _, _ in space._buffers}
+    assert copied == (tall and small_first and not in_small_first)
 
 
 def test_bf16_input_is_normalized_in_fp32():
