@@ -463,9 +463,7 @@ def test_tall_matrices_are_contiguous_or_turned(small_side_first: bool) -> None:
         seen[tuple(batch.shape[1:])] = batch.is_contiguous(), batch.mT.is_contiguous()
         return batch
 
-    exchange.run(
-        pack=lambda pieces, views: None, compute=compute, apply=lambda pieces, views: None
-    )
+    exchange.run(pack=lambda pieces, views: None, compute=compute, apply=lambda pieces, views: None)
     assert seen[3, 5] == (True, False)
     assert seen[5, 3] == (not small_side_first, small_side_first)
     assert seen[4, 4][0]
