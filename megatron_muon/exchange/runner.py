@@ -7,12 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from megatron_muon.exchange.messenger import ExchangeCounters, Flight, Messenger
-from megatron_muon.exchange.pieces import ApplyFunction, PackFunction, piece_buffers
+from megatron_muon.exchange.pieces import (
+    ApplyFunction,
+    PackFunction,
+    buffer_view,
+    copy_all,
+    patch_view,
+    piece_buffers,
+)
 from megatron_muon.exchange.shared_runner import PanelFunction, SharedExchange
 from megatron_muon.exchange.transport import Transport
 from megatron_muon.exchange.wave_memory import WaveMemory
 from megatron_muon.placement import Plan
-from megatron_muon.placement.program import Patch, WaveProgram, compile_wave
+from megatron_muon.placement.program import WaveProgram, compile_wave
 
 ComputeFunction = Callable[[torch.Tensor], torch.Tensor]
 """Maps a batch (B, m, n) of whole matrices to their updates, same shape.
@@ -184,9 +191,9 @@ class Exchange:
         self, program: WaveProgram, batches: Sequence[torch.Tensor], flight: Flight
     ) -> None:
         received = flight.land()
-        _copy(
-            [_patch_view(batches[p.batch], p) for p in program.assembled],
-            [_buffer_view(received, p) for p in program.assembled],
+        copy_all(
+            [patch_view(batches[p.batch][p.position], p) for p in program.assembled],
+            [buffer_view(received, p) for p in program.assembled],
         )
 
     def _compute(
@@ -203,27 +210,12 @@ class Exchange:
             update = compute(batch)
             self.counters.matrices += batch.shape[0]
             patches = self._returned[wave][number]
-            _copy(
-                [_buffer_view(sent, p) for p in patches],
-                [_patch_view(update, p) for p in patches],
+            copy_all(
+                [buffer_view(sent, p) for p in patches],
+                [patch_view(update[p.position], p) for p in patches],
             )
         return self._messenger.send(program.back, sent, received)
 
     def _land(self, program: WaveProgram, flight: Flight, apply: ApplyFunction) -> None:
         received = flight.land()
         apply(program.applied, piece_buffers(received, program.applied))
-
-
-def _patch_view(batch: torch.Tensor, patch: Patch) -> torch.Tensor:
-    matrix = batch[patch.position]
-    return matrix[patch.row : patch.row + patch.rows, patch.col : patch.col + patch.cols]
-
-
-def _buffer_view(buffer: torch.Tensor, patch: Patch) -> torch.Tensor:
-    numel = patch.rows * patch.cols
-    return buffer[patch.offset : patch.offset + numel].view(patch.rows, patch.cols)
-
-
-def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, sources)

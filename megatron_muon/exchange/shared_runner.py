@@ -13,9 +13,16 @@ from typing import Protocol
 import torch
 
 from megatron_muon.exchange.messenger import Flight, Messenger
-from megatron_muon.exchange.pieces import ApplyFunction, PackFunction, piece_buffers
+from megatron_muon.exchange.pieces import (
+    ApplyFunction,
+    PackFunction,
+    buffer_view,
+    copy_all,
+    patch_view,
+    piece_buffers,
+)
 from megatron_muon.placement import Plan
-from megatron_muon.placement.program import Message, Patch
+from megatron_muon.placement.program import Message
 from megatron_muon.placement.shared_program import (
     RequestProgram,
     SharedPart,
@@ -154,9 +161,9 @@ class SharedExchange:
         else:
             # As it lies in the whole matrix, to be filled; and with its smaller side first.
             placed, oriented = memory.panel(program.part)
-            _copy(
-                [_patch_view(placed, p) for p in program.assembled],
-                [_buffer_view(received, p) for p in program.assembled],
+            copy_all(
+                [patch_view(placed, p) for p in program.assembled],
+                [buffer_view(received, p) for p in program.assembled],
             )
             worker = panel(oriented, program.part, slot)
             update = yield from self._requests(worker, program, memory)
@@ -165,9 +172,9 @@ class SharedExchange:
         if update is not None:
             m, n = program.part.shape if program.part else (0, 0)
             result = update.mT if m > n else update
-            _copy(
-                [_buffer_view(sent, p) for p in program.returned],
-                [_patch_view(result, p) for p in program.returned],
+            copy_all(
+                [buffer_view(sent, p) for p in program.returned],
+                [patch_view(result, p) for p in program.returned],
             )
         yield self._messenger.send(program.back, sent, received)
         apply(program.applied, piece_buffers(received, program.applied))
@@ -282,17 +289,3 @@ def _answer(
             target = tensor[slice(*part.rows[other])]
             target.copy_(slot.view(target.shape))
     return parts
-
-
-def _patch_view(panel: torch.Tensor, patch: Patch) -> torch.Tensor:
-    return panel[patch.row : patch.row + patch.rows, patch.col : patch.col + patch.cols]
-
-
-def _buffer_view(buffer: torch.Tensor, patch: Patch) -> torch.Tensor:
-    numel = patch.rows * patch.cols
-    return buffer[patch.offset : patch.offset + numel].view(patch.rows, patch.cols)
-
-
-def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, sources)

@@ -213,4 +213,4 @@ class TestAWrongVariantFails:
 
             return copy
 
-        assert self.broken(ranks, monkeypatch, "_copy", wrong) > 1e-3
+        assert self.broken(ranks, monkeypatch, "copy_all", wrong) > 1e-3
