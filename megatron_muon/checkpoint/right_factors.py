@@ -121,7 +121,7 @@ def leading_right_subspace(matrix: torch.Tensor, start: torch.Tensor) -> torch.T
         side = tall.shape[1]
         gram32 = tall.new_empty(side, side)
         gram(tall.T.contiguous().unsqueeze(0), out=gram32.unsqueeze(0))
-        basis: torch.Tensor = torch.linalg.qr(start).Q
+        basis = start
         for _ in range(ITERATIONS):
             basis = torch.linalg.qr(gram32 @ basis).Q
         return basis.contiguous()
