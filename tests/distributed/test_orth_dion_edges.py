@@ -122,7 +122,8 @@ def test_a_gradient_that_is_zero_on_one_tp_rank(ranks: Ranks, scheme: Any, kind:
         update = found[entry.name]
         assert (update - whole[entry.name]).abs().max() < 1e-10
         zero = update.T if entry.tp_dim == 1 else update
-        assert not zero[: len(zero) // 2].any()
+        # Householder vectors of some CPUs' QR leave 1e-16 there.
+        assert zero[: len(zero) // 2].abs().max() < 1e-14
         assert torch.linalg.matrix_norm(update, ord=2) == pytest.approx(1.0, abs=1e-9)
 
 
