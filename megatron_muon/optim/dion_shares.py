@@ -32,13 +32,21 @@ def update_parts(
     return slot[:u], slot[u : u + v], slot[u + v :]
 
 
+def update_factors(
+    shape: FactorShape, u: torch.Tensor, v: torch.Tensor, core: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A, B and R, so that U Vᵀ = A Rᵀ and U Wᵀ = U Cᵀ Vᵀ = B Rᵀ in the matrix's orientation."""
+    if shape.transposed:
+        return v, v @ core, u
+    return u, u @ core.T, v
+
+
 def products(
     shape: FactorShape, u: torch.Tensor, v: torch.Tensor, core: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """U Vᵀ and U Wᵀ = U Cᵀ Vᵀ in the matrix's own orientation, contiguous."""
-    if shape.transposed:
-        return v @ u.T, v @ core @ u.T
-    return u @ v.T, u @ core.T @ v.T
+    """U Vᵀ and U Wᵀ in the matrix's own orientation, contiguous."""
+    for_update, for_captured, right = update_factors(shape, u, v, core)
+    return for_update @ right.T, for_captured @ right.T
 
 
 def take_elements(slot: torch.Tensor, product: torch.Tensor, share: Share) -> None:

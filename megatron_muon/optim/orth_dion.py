@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Generator, Iterator, MutableMapping, Sequence
-from itertools import accumulate
 
 import torch
 
@@ -34,13 +33,14 @@ from megatron_muon.optim.dion_shares import (
     take_elements,
     take_rows,
     u_spans,
+    update_factors,
     update_parts,
     v_spans,
 )
 from megatron_muon.optim.muon import MatrixRange
 from megatron_muon.placement.factor_program import HeldMatrix, OwnedMatrix
 from megatron_muon.placement.factors import FactorPlan, Round
-from megatron_muon.placement.shares import Share, source_rectangles
+from megatron_muon.placement.shares import Share, share_blocks, source_rectangles
 
 
 @torch.no_grad()
@@ -149,18 +149,26 @@ class _Step:
                     slot[offset : offset + piece.numel].copy_(momentum[start : start + piece.numel])
                     offset += piece.numel
                 continue
-            whole = mail.buffer(entry.share.rows, entry.share.cols).zero_()
-            for piece in entry.share.pieces:
-                start = piece.start - entry.range_start
-                whole.view(-1)[piece.offset : piece.offset + piece.numel].copy_(
-                    momentum[start : start + piece.numel]
-                )
-            padded[entry.index] = whole
+            padded[entry.index] = whole = self._padded(mail, entry, momentum)
             warm = mail.incoming(Round.WARM, entry.index, entry.owner).view(-1, entry.shape.rank)
             b = whole.T if entry.shape.transposed else whole
             torch.mm(b, warm, out=slot.view(-1, entry.shape.rank))
         yield from mail.exchange(Round.SOURCE, outbox)
         return padded
+
+    def _padded(self, mail: WaveMail, entry: HeldMatrix, momentum: torch.Tensor) -> torch.Tensor:
+        """B of what this rank holds, (rows, cols); where nothing has to be added, as it lies."""
+        share = entry.share
+        if share.is_dense and momentum.dtype == self.dtype:
+            start = share.pieces[0].start - entry.range_start
+            return momentum[start : start + share.numel].view(share.rows, share.cols)
+        whole = mail.buffer(share.rows, share.cols).zero_()
+        for piece in share.pieces:
+            start = piece.start - entry.range_start
+            whole.view(-1)[piece.offset : piece.offset + piece.numel].copy_(
+                momentum[start : start + piece.numel]
+            )
+        return whole
 
     def _project(
         self, mail: WaveMail, owned: Sequence[OwnedMatrix]
@@ -170,8 +178,9 @@ class _Step:
         wholes: dict[int, torch.Tensor] = {}
         for entry in owned:
             shape = entry.shape
-            projection = mail.buffer(shape.long, shape.rank).zero_()
+            projection = mail.buffer(shape.long, shape.rank)
             if entry.scheme == "factors":
+                projection.zero_()
                 for share in entry.shares:
                     if share.is_source:
                         part = mail.incoming(Round.SOURCE, entry.index, share.rank)
@@ -247,10 +256,11 @@ class _Step:
         responses: dict[int, torch.Tensor] = {}
         for entry in owned:
             shape = entry.shape
-            response = mail.buffer(shape.short, shape.rank).zero_()
+            response = mail.buffer(shape.short, shape.rank)
             if entry.index in wholes:
                 torch.mm(wholes[entry.index].T, bases[entry.index], out=response)
             else:
+                response.zero_()
                 for share in entry.shares:
                     if share.is_source:
                         part = mail.incoming(Round.RESPONSE, entry.index, share.rank)
@@ -302,33 +312,42 @@ class _Step:
     def _apply(self, mail: WaveMail, entry: HeldMatrix) -> None:
         """M −= (1 − μ) U Wᵀ and X −= η s U Vᵀ on what this rank holds."""
         held, share = self._range(entry), entry.share
-        update, captured, offsets = self._received_products(mail, entry)
         m, n = self.plan.matrices[entry.index].shape
-        step = -held.lr * self.rule.scale(m, n)
-        for piece, offset in zip(share.pieces, offsets, strict=True):
-            start = piece.start - entry.range_start
-            here = slice(start, start + piece.numel)
-            there = slice(offset, offset + piece.numel)
-            held.momentum[here].add_(captured[there], alpha=self.rule.momentum - 1.0)
-            held.master[here].add_(update[there], alpha=step)
+        forget, step = self.rule.momentum - 1.0, -held.lr * self.rule.scale(m, n)
+        if entry.scheme == "matrix" and entry.shape.returns_elements(share):
+            slot = mail.incoming(Round.UPDATE, entry.index, entry.owner)
+            numels = [piece.numel for piece in share.pieces]
+            update, captured = (part.split(numels) for part in slot.view(2, -1))
+            for piece, x, w in zip(share.pieces, update, captured, strict=True):
+                here = slice(piece.start - entry.range_start, None)
+                held.momentum[here][: piece.numel].add_(w, alpha=forget)
+                held.master[here][: piece.numel].add_(x, alpha=step)
+            return
+        for_update, for_captured, right = self._received_factors(mail, entry)
+        mail.hold(for_captured.numel())
+        for block in share_blocks(share):
+            start, rows = block.start - entry.range_start, slice(block.row, block.row + block.rows)
+            here = slice(start, start + block.rows * block.cols)
+            turned = right[block.col : block.col + block.cols].T
+            for whole, left, factor in (
+                (held.momentum, for_captured, forget),
+                (held.master, for_update, step),
+            ):
+                part = whole[here].view(block.rows, -1)
+                torch.addmm(part, left[rows], turned, alpha=factor, out=part)
 
-    def _received_products(
+    def _received_factors(
         self, mail: WaveMail, entry: HeldMatrix
-    ) -> tuple[torch.Tensor, torch.Tensor, Sequence[int]]:
-        """U Vᵀ and U Wᵀ of a share, flat, and where each of its pieces starts in them."""
-        shape, share, owner = entry.shape, entry.share, entry.owner
-        slot = mail.incoming(Round.UPDATE, entry.index, owner)
-        if entry.scheme == "matrix" and shape.returns_elements(share):
-            update, captured = slot.view(2, -1)
-            ends = accumulate((piece.numel for piece in share.pieces), initial=0)
-            return update, captured, list(ends)[:-1]
-        u, v, core = update_parts(entry.scheme, shape, share, slot)
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``update_factors`` of a share's rows and columns."""
+        shape = entry.shape
+        slot = mail.incoming(Round.UPDATE, entry.index, entry.owner)
+        u, v, core = update_parts(entry.scheme, shape, entry.share, slot)
         if entry.scheme == "factors":
-            u = mail.incoming(Round.BASIS, entry.index, owner)
-        factors = u.view(-1, shape.rank), v.view(-1, shape.rank), core.view(shape.rank, -1)
-        update, captured = products(shape, *factors)
-        mail.hold(captured.numel() + update.numel())
-        return update.view(-1), captured.view(-1), [piece.offset for piece in share.pieces]
+            u = mail.incoming(Round.BASIS, entry.index, entry.owner)
+        return update_factors(
+            shape, u.view(-1, shape.rank), v.view(-1, shape.rank), core.view(shape.rank, -1)
+        )
 
     def _range(self, entry: HeldMatrix) -> MatrixRange:
         found = self.ranges[entry.parameter]

@@ -203,12 +203,13 @@ def _peaks(
 
 
 def held_elements(scheme: Scheme, shape: FactorShape, share: Share) -> int:
-    """Elements that a holder allocates for a matrix: messages, padded rows, the two products."""
-    messages = sum(message_elements(where, scheme, shape, share) for where in Round)
-    padded = share.rows * share.cols
-    if scheme == "matrix":
-        return messages + (0 if shape.returns_elements(share) else 2 * padded)
-    return messages + padded * (2 + share.is_source)
+    """Elements that a holder allocates for a matrix: messages, padded rows, and U Cᵀ or V C."""
+    elements = sum(message_elements(where, scheme, shape, share) for where in Round)
+    if scheme == "factors" and share.is_source:
+        elements += share.rows * share.cols
+    if scheme == "factors" or not shape.returns_elements(share):
+        elements += share.rows * shape.rank
+    return elements
 
 
 def owned_elements(scheme: Scheme, shape: FactorShape, held: Iterable[Share]) -> int:

@@ -55,6 +55,11 @@ class Share:
         """Elements that the rank holds, without padding."""
         return sum(piece.numel for piece in self.pieces)
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is one run of whole rows: nothing to pad."""
+        return len(self.pieces) == 1 and self.numel == self.rows * self.cols
+
 
 def shares(
     matrix: LogicalMatrix, gathers: tuple[Segment, ...], scatters: tuple[Segment, ...]
@@ -97,6 +102,39 @@ def _share(rank: int, held: list[Segment], is_source: bool) -> Share:
         pieces=tuple(pieces),
         is_source=is_source,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareBlock:
+    """Elements of a share that are contiguous and a rectangle of its padded rows.
+
+    Attributes:
+        start: First element in the TP rank's row-major shard.
+        row: First row, of those of the share.
+        rows: Number of rows.
+        col: First column, of those of the share.
+        cols: Number of columns.
+    """
+
+    start: int
+    row: int
+    rows: int
+    col: int
+    cols: int
+
+
+def share_blocks(share: Share) -> Iterator[ShareBlock]:
+    """A share's pieces, cut into whole rows and the parts of a row before and after them."""
+    for piece in share.pieces:
+        done = 0
+        while done < piece.numel:
+            row, col = divmod(piece.offset + done, share.cols)
+            left = piece.numel - done
+            whole = 0 if col else left // share.cols
+            cols = share.cols if whole else min(share.cols - col, left)
+            rows = max(1, whole)
+            yield ShareBlock(start=piece.start + done, row=row, rows=rows, col=col, cols=cols)
+            done += rows * cols
 
 
 def source_rectangles(share: Share) -> Iterator[Rectangle]:
