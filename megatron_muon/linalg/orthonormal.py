@@ -170,20 +170,22 @@ def _gram_schmidt(x: Tensor) -> tuple[Tensor, Tensor]:
     """Q (B, n, r) and R (B, r, r), R_ii ≥ 0; Q's columns and R's rows are zeros where dropped."""
     q, r = torch.linalg.qr(x)
     diagonal = r.diagonal(dim1=-2, dim2=-1)
-    signs = torch.ones_like(diagonal).masked_fill_(diagonal < 0, -1.0)
-    q, r = q * signs.unsqueeze(-2), r * signs.unsqueeze(-1)
+    # Factors of Q's columns and R's rows, applied once and in place: Q is large.
+    weights = torch.ones_like(diagonal).masked_fill_(diagonal < 0, -1.0)
     floor = _floor(torch.linalg.vector_norm(r, dim=-2))
-    kept = diagonal.abs() > floor
+    dropped = diagonal.abs() <= floor
     # For a dependent column Householder QR makes up a direction, in which it hides what later
     # columns have there. Nothing is hidden if nothing is left below the rows before the first one.
-    after_first = (~kept).cumsum(dim=-1) > 0
+    after_first = dropped.cumsum(dim=-1) > 0
     hidden = torch.linalg.vector_norm(r * after_first.unsqueeze(-1), dim=-2) > floor
     chosen = hidden.any(dim=-1).nonzero().flatten()
     if len(chosen):
         turn = _gram_schmidt_by_column(r[chosen], floor[chosen])
         q[chosen], r[chosen] = q[chosen] @ turn, turn.mT @ r[chosen]
-        kept[chosen] = (turn != 0).any(dim=-2)
-    return q.masked_fill_(~kept.unsqueeze(-2), 0.0), r.masked_fill_(~kept.unsqueeze(-1), 0.0)
+        weights[chosen] = 1.0
+        dropped[chosen] = (turn == 0).all(dim=-2)
+    weights.masked_fill_(dropped, 0.0)
+    return q.mul_(weights.unsqueeze(-2)), r.mul_(weights.unsqueeze(-1))
 
 
 def _gram_schmidt_by_column(x: Tensor, floor: Tensor) -> Tensor:
