@@ -7,6 +7,7 @@ own matrices meanwhile.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Protocol
 
@@ -112,22 +113,22 @@ class SharedExchange:
             ]
         held = sum(memory.nbytes for memory in self._memory)
         self._messenger.hold_bytes(held)
-        flying: list[tuple[Iterator[Flight], Flight]] = []
-        waiting = enumerate(self._programs)
-        exhausted = False
-        while flying or not exhausted:
-            if len(flying) < self._slots and not exhausted:
-                number, program = next(waiting, (0, None))
-                if program is None:
-                    exhausted = True
-                    continue
-                wave = self._wave(program, number % self._slots, pack, panel, apply)
+        flying: list[tuple[int, Iterator[Flight], Flight]] = []
+        waiting = deque(self._programs)
+        # Waves differ in their number of messages, so a later one may end before an earlier one.
+        free = deque(range(self._slots))
+        while flying or waiting:
+            if free and waiting:
+                slot = free.popleft()
+                wave = self._wave(waiting.popleft(), slot, pack, panel, apply)
             else:
-                wave, flight = flying.pop(0)
+                slot, wave, flight = flying.pop(0)
                 flight.land()
             following = next(wave, None)
-            if following is not None:
-                flying.append((wave, following))
+            if following is None:
+                free.append(slot)
+            else:
+                flying.append((slot, wave, following))
                 yield
         for flight in self._idle:
             flight.land()

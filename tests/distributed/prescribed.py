@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_muon.exchange import Exchange, GroupTransport, check_agreement
+from megatron_muon.exchange import Exchange, check_agreement
 from megatron_muon.linalg import coefficient_schedule
 from megatron_muon.matrices import (
     WHOLE,
@@ -27,6 +27,7 @@ from megatron_muon.matrices import (
 )
 from megatron_muon.optim import MatrixRange, MuonRule, muon_step
 from megatron_muon.placement import ExchangeGroup, Plan, make_plan
+from tests.distributed.late_delivery import LateDelivery
 from tests.reference.muon import qkv_parts
 
 GROUPS, HEADS, HEAD_DIM = 4, 8, 4
@@ -295,7 +296,7 @@ def run_rank(
     exchange = Exchange(
         plan,
         rank=rank,
-        transport=GroupTransport(dist.group.WORLD),
+        transport=LateDelivery(dist.group.WORLD),
         dtype=setting.dtype,
         device=torch.device("cpu"),
         squares_dtype=rule.compute_dtype,

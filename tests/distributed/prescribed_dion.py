@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from megatron_muon.exchange import FactorExchange, GroupTransport, check_agreement
+from megatron_muon.exchange import FactorExchange, check_agreement
 from megatron_muon.linalg import dion_flops
 from megatron_muon.matrices import logical_matrices
 from megatron_muon.optim import MatrixRange, OrthDionRule, first_right_factors, orth_dion_step
 from megatron_muon.placement import ExchangeGroup, FactorPlan, SchemeChoice, make_factor_plan
+from tests.distributed.late_delivery import LateDelivery
 from tests.distributed.prescribed import (
     Setting,
     Whole,
@@ -84,7 +85,7 @@ def run_dion_rank(
     exchange = FactorExchange(
         plan,
         rank=rank,
-        transport=GroupTransport(dist.group.WORLD),
+        transport=LateDelivery(dist.group.WORLD),
         dtype=setting.dtype,
         device=device,
     )

@@ -127,6 +127,23 @@ def test_a_whole_model_in_several_waves(ranks: Ranks, nesterov: bool) -> None:
     assert errors(ranks, setting, entries) < TOLERANCE[torch.float64]
 
 
+@pytest.mark.parametrize(("tp", "dp"), [(1, 4), (2, 2)])
+def test_later_waves_that_end_before_earlier_ones(ranks: Ranks, tp: int, dp: int) -> None:
+    """A square matrix takes more messages than a long one; no wave may have another's buffers."""
+    entries = [
+        Whole(name=f"l.{number}.weight", shape=shape, tp_dim=0)
+        for number, shape in enumerate([(96, 96), (48, 192), (48, 192), (96, 96), (48, 192)])
+    ]
+    setting = setting_of(tp, dp)
+    plan = plan_of(setting, entries)
+    lengths = [max(len(plan.shared[i].requests) for i in wave) for wave in plan.shared_waves]
+    under_way = plan.shared_slots
+    assert any(
+        lengths[at] > lengths[at + 1] for at in range(len(lengths) - under_way)
+    ), "no wave ends before an earlier one while there is another to come"
+    assert errors(ranks, setting, entries) < TOLERANCE[torch.float64]
+
+
 @pytest.mark.parametrize(("tp", "dp"), [(1, 4), (2, 2), (2, 3)])
 def test_counts_equal_the_prediction(ranks: Ranks, tp: int, dp: int) -> None:
     """Bytes, buffers and operations are counted where they happen; the plan predicts them."""
