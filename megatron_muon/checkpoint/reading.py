@@ -21,9 +21,10 @@ from typing import Any
 import torch
 
 from megatron_muon.checkpoint.errors import CheckpointError
-from megatron_muon.checkpoint.index import Chunk, Place, TensorInfo, read_index
+from megatron_muon.checkpoint.index import INDEX_FILE, Chunk, Place, TensorInfo, read_index
 from megatron_muon.checkpoint.safe_pickle import Loaded, load_torch
 
+BACKEND_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
 COMMON_KEY = "common_state/shard_0_1"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -41,7 +42,7 @@ def find_folder(path: Path, step: int | None = None) -> Path:
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder.")
-    if (path / ".metadata").exists() or (path / "metadata.json").exists():
+    if (path / INDEX_FILE).exists() or (path / BACKEND_FILE).exists():
         if step is not None and path.name != f"iter_{step:07d}":
             raise CheckpointError(
                 f"{path} is a checkpoint itself, and --step {step} asks for another."
@@ -242,7 +243,7 @@ class Checkpoint:
 
 
 def _read_backend(folder: Path) -> dict[str, Any]:
-    path = folder / "metadata.json"
+    path = folder / BACKEND_FILE
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -8,60 +8,20 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import math
-import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
 
-import torch
-
+from megatron_muon.checkpoint.data_files import Progress, write_files
 from megatron_muon.checkpoint.errors import CheckpointError
-from megatron_muon.checkpoint.index import INDEX_FILE, Place, write_index
+from megatron_muon.checkpoint.index import INDEX_FILE, write_index
 from megatron_muon.checkpoint.manifest import MANIFEST_FILE, manifest
-from megatron_muon.checkpoint.outputs import Bytes, OutBlob, OutChunk, Output
-from megatron_muon.checkpoint.reading import COMMON_FILE, COMMON_KEY, TRACKER, Checkpoint
+from megatron_muon.checkpoint.outputs import Output
+from megatron_muon.checkpoint.reading import BACKEND_FILE, COMMON_FILE, TRACKER, Checkpoint
 from megatron_muon.checkpoint.safe_pickle import dump_torch
-
-PIECE = 1 << 20
-"""Bytes that are copied at once."""
-
-FILE_BYTES = 2 << 30
-"""Size of a data file, about; every file is written by one process."""
-
-Progress = Callable[[int], None]
-"""Called with the number of bytes written so far."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Item:
-    """One entry of a data file; a tensor's chunk, or (without chunk) a blob."""
-
-    key: str
-    dtype: torch.dtype | None
-    content: OutChunk | OutBlob
-    nbytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Written:
-    """What a process has put into one data file.
-
-    Attributes:
-        file: Its name.
-        digest: SHA-256 of the file.
-        places: Of every entry, by key and offset (None of a blob).
-    """
-
-    file: str
-    digest: str
-    places: dict[tuple[str, tuple[int, ...] | None], Place]
 
 
 def write_checkpoint(
@@ -84,14 +44,14 @@ def write_checkpoint(
         progress: Told now and then how many bytes are written.
 
     Raises:
-        CheckpointError: The folder exists, the disk is full, the source is damaged.
+        CheckpointError: The folder exists and is not to be replaced, or is no checkpoint; it is in
+            the source, or the source in it; the disk is full; the source is damaged.
     """
-    if source is not None and folder.resolve() == source.folder.resolve():
-        raise CheckpointError(f"{folder} is the source itself; name another folder.")
-    if folder.exists() and not overwrite:
-        raise CheckpointError(f"{folder} exists; type --overwrite to replace it.")
-    with _told_in_a_sentence(folder), _beside(folder) as staging:
-        written = _write_files(staging, output, source, workers, progress or (lambda done: None))
+    with (
+        _told_in_a_sentence(folder, "nothing was left of it"),
+        _beside(folder, source, overwrite) as staging,
+    ):
+        written = write_files(staging, output, source, workers, progress or (lambda done: None))
         digests = {entry.file: entry.digest for entry in written}
         places = {at: place for entry in written for at, place in entry.places.items()}
         if output.common_in_file:
@@ -103,7 +63,7 @@ def write_checkpoint(
         write_index(staging / INDEX_FILE, entries, places)
         digests[INDEX_FILE] = _digest_of(staging / INDEX_FILE)
         text = json.dumps(output.backend).encode()
-        digests["metadata.json"] = _write(staging / "metadata.json", text)
+        digests[BACKEND_FILE] = _write(staging / BACKEND_FILE, text)
         listed = manifest(output, digests, None if source is None else source.folder)
         _write(staging / MANIFEST_FILE, json.dumps(listed, indent=1).encode())
         _sync_folder(staging)
@@ -112,7 +72,9 @@ def write_checkpoint(
 
 def write_tracker(root: Path, step: int) -> None:
     """Let a run that loads from ``root`` find this iteration."""
-    with _told_in_a_sentence(root):
+    with _told_in_a_sentence(
+        root / TRACKER, f"the checkpoint is there: --ckpt-step {step} finds it"
+    ):
         staging = root / f".{TRACKER}.{os.getpid()}"
         try:
             staging.write_text(str(step), encoding="utf-8")
@@ -125,8 +87,9 @@ def write_tracker(root: Path, step: int) -> None:
 
 
 @contextmanager
-def _beside(folder: Path) -> Iterator[Path]:
+def _beside(folder: Path, source: Checkpoint | None, overwrite: bool) -> Iterator[Path]:
     """A new folder beside another, gone at the end unless it was renamed."""
+    _check_target(folder, source, overwrite)
     made = [parent for parent in folder.parents if not parent.exists()]
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = folder.with_name(f".{folder.name}.writing.{os.getpid()}")
@@ -139,6 +102,36 @@ def _beside(folder: Path) -> Iterator[Path]:
             for parent in made:
                 if not any(parent.iterdir()):
                     parent.rmdir()
+
+
+def _check_target(folder: Path, source: Checkpoint | None, overwrite: bool) -> None:
+    """Nothing but a checkpoint is ever replaced, and nothing of the source."""
+    if source is not None:
+        own, target = source.folder.resolve(), folder.resolve()
+        if own == target:
+            raise CheckpointError(f"{folder} is the source itself; name another folder.")
+        if own in target.parents or target in own.parents:
+            where = "is inside the source" if own in target.parents else "holds the source"
+            raise CheckpointError(f"{folder} {where} {source.folder}; name another folder.")
+    if not os.path.lexists(folder):
+        return
+    if not overwrite:
+        raise CheckpointError(f"{folder} exists; type --overwrite to replace it.")
+    if folder.is_symlink() or not folder.is_dir():
+        kind = "a symbolic link" if folder.is_symlink() else "a file"
+        raise CheckpointError(f"{folder} is {kind}, which is not replaced; name another folder.")
+    strange = [] if (folder / INDEX_FILE).exists() else [p for p in folder.iterdir() if _foreign(p)]
+    if strange:
+        raise CheckpointError(
+            f"{folder} is no checkpoint (it has no {INDEX_FILE}, and holds {min(strange).name}), "
+            "and is not replaced; name another folder, or remove it."
+        )
+
+
+def _foreign(path: Path) -> bool:
+    """Whether this is nothing that a save leaves behind that was not finished."""
+    known = (COMMON_FILE, BACKEND_FILE, MANIFEST_FILE)
+    return path.suffix not in (".distcp", ".tmp") and path.name not in known
 
 
 def _take_name(staging: Path, folder: Path) -> None:
@@ -154,24 +147,28 @@ def _take_name(staging: Path, folder: Path) -> None:
         raise
     _sync_folder(folder.parent)
     if old is not None:
-        shutil.rmtree(old)
+        try:
+            shutil.rmtree(old)
+        except OSError as error:
+            raise CheckpointError(
+                f"{folder} is whole, but what it replaced cannot be removed "
+                f"({error.strerror or error}): remove {old}."
+            ) from error
 
 
 @contextmanager
-def _told_in_a_sentence(folder: Path) -> Iterator[None]:
+def _told_in_a_sentence(path: Path, left: str) -> Iterator[None]:
     try:
         yield
     except BrokenProcessPool as error:
         raise CheckpointError(
-            f"a process that wrote {folder} was killed, perhaps for want of memory: type "
-            "--workers 1."
+            f"a process that wrote {path} was killed, perhaps for want of memory: type --workers 1."
         ) from error
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         more = "; free some space, or name another disk" if full else ""
         raise CheckpointError(
-            f"{folder} cannot be written ({error.strerror or error}), and nothing was left of "
-            f"it{more}."
+            f"{path} cannot be written ({error.strerror or error}), and {left}{more}."
         ) from error
 
 
@@ -181,182 +178,6 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# ---- data files -------------------------------------------------------------------------------
-
-
-def _write_files(
-    staging: Path, output: Output, source: Checkpoint | None, workers: int, progress: Progress
-) -> list[_Written]:
-    items = [
-        _Item(
-            key=tensor.key,
-            dtype=tensor.dtype,
-            content=chunk,
-            nbytes=math.prod(chunk.shape) * tensor.dtype.itemsize,
-        )
-        for tensor in output.tensors
-        for chunk in tensor.chunks
-    ]
-    blobs = list(output.blobs)
-    if not output.common_in_file:
-        # A sharded object stands in a list.
-        blobs.append(OutBlob(key=COMMON_KEY, content=dump_torch([output.common])))
-    for blob in blobs:
-        size = len(blob.content) if isinstance(blob.content, bytes) else blob.content.length
-        items.append(_Item(key=blob.key, dtype=None, content=blob, nbytes=size))
-    total = sum(item.nbytes for item in items)
-    count = min(len(items), max(workers, -(-total // FILE_BYTES)))
-    files = {f"__{number}_0.distcp": part for number, part in enumerate(_spread(items, count))}
-    if workers == 1:
-        counter = _Counter(progress)
-        return [_write_file(staging / n, part, source, counter.add) for n, part in files.items()]
-    return _in_processes(staging, files, source, workers, progress)
-
-
-def _spread(items: Sequence[_Item], count: int) -> list[list[_Item]]:
-    """The items in so many parts of about equal size; each stays in order."""
-    parts: list[list[_Item]] = [[] for _ in range(count)]
-    sizes = [0] * count
-    for item in sorted(items, key=lambda item: -item.nbytes):
-        smallest = min(range(count), key=sizes.__getitem__)
-        parts[smallest].append(item)
-        sizes[smallest] += item.nbytes
-    return parts
-
-
-class _Counter:
-    def __init__(self, progress: Progress) -> None:
-        self._progress, self._done = progress, 0
-
-    def add(self, count: int) -> None:
-        self._done += count
-        self._progress(self._done)
-
-
-_shared: Any = None
-"""In a worker process: the bytes that all of them have written."""
-
-
-def _start_worker(shared: Any) -> None:
-    global _shared
-    _shared = shared
-    torch.set_num_threads(1)
-
-
-def _add_shared(count: int) -> None:
-    with _shared.get_lock():
-        _shared.value += count
-
-
-def _work(path: Path, items: list[_Item], source: Checkpoint | None) -> _Written:
-    return _write_file(path, items, source, _add_shared)
-
-
-def _in_processes(
-    staging: Path,
-    files: dict[str, list[_Item]],
-    source: Checkpoint | None,
-    workers: int,
-    progress: Progress,
-) -> list[_Written]:
-    context = multiprocessing.get_context("fork")
-    shared = context.Value("q", 0)
-    with ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_start_worker, initargs=(shared,)
-    ) as pool:
-        waiting: set[Future[_Written]] = {
-            pool.submit(_work, staging / name, part, source) for name, part in files.items()
-        }
-        done: list[_Written] = []
-        try:
-            while waiting:
-                finished, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
-                done += [future.result() for future in finished]
-                progress(shared.value)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-    return sorted(done, key=lambda entry: entry.file)
-
-
-class _HashingFile:
-    """A file that is hashed as it is written."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self._hash = hashlib.sha256()
-        self.position = 0
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        self._stream.write(view)
-        self._hash.update(view)
-        self.position += len(view)
-        return len(view)
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    @property
-    def digest(self) -> str:
-        return self._hash.hexdigest()
-
-
-def _write_file(
-    path: Path, items: Sequence[_Item], source: Checkpoint | None, add: Progress
-) -> _Written:
-    places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
-    with path.open("wb", buffering=0) as stream:
-        file = _HashingFile(stream)
-        for item in items:
-            start = file.position
-            _write_item(file, item, source)
-            content = item.content
-            offset = content.offset if isinstance(content, OutChunk) else None
-            length = file.position - start
-            places[item.key, offset] = Place(file=path.name, start=start, length=length)
-            add(item.nbytes)
-        os.fsync(stream.fileno())
-    return _Written(file=path.name, digest=file.digest, places=places)
-
-
-def _write_item(file: _HashingFile, item: _Item, source: Checkpoint | None) -> None:
-    content = item.content
-    if isinstance(content, OutBlob):
-        if isinstance(content.content, bytes):
-            file.write(content.content)
-        else:
-            _copy_bytes(file, content.content, source)
-        return
-    if isinstance(content.value, Bytes):
-        _copy_bytes(file, content.value.place, source)
-        return
-    assert item.dtype is not None
-    values = content.value.tensor(source, content.shape, item.dtype)
-    if tuple(values.shape) != content.shape or values.dtype != item.dtype:
-        raise CheckpointError(
-            f"{item.key} came out as {values.dtype} {tuple(values.shape)}, and is to be "
-            f"{item.dtype} {content.shape}."
-        )
-    if values.untyped_storage().nbytes() != values.numel() * values.dtype.itemsize:
-        values = values.clone()  # torch.save would write the whole storage of a view
-    torch.save(values.contiguous(), file)  # type: ignore[arg-type]
-
-
-def _copy_bytes(file: _HashingFile, place: Place, source: Checkpoint | None) -> None:
-    assert source is not None, "bytes are those of a source"
-    # One buffer for all pieces: fresh memory for each would cost more than the copy.
-    buffer = memoryview(bytearray(min(PIECE, place.length)))
-    with (source.folder / place.file).open("rb", buffering=0) as stream:
-        stream.seek(place.start)
-        left = place.length
-        while left:
-            count = stream.readinto(buffer[: min(left, PIECE)])
-            if not count:
-                raise CheckpointError(f"{place.file} of {source.folder} ends too early.")
-            file.write(buffer[:count])
-            left -= count
 
 
 def _write(path: Path, data: bytes) -> str:

@@ -1,6 +1,6 @@
 """gloo as bad as a network may be: a message reads and writes its buffers at the last moment.
 
-gloo on one machine is quick, and forgives a buffer that is used again too early more often than not.
+gloo on one machine is quick, and mostly forgives a buffer that is used again too early.
 """
 
 from __future__ import annotations

@@ -138,9 +138,9 @@ def test_later_waves_that_end_before_earlier_ones(ranks: Ranks, tp: int, dp: int
     plan = plan_of(setting, entries)
     lengths = [max(len(plan.shared[i].requests) for i in wave) for wave in plan.shared_waves]
     under_way = plan.shared_slots
-    assert any(
-        lengths[at] > lengths[at + 1] for at in range(len(lengths) - under_way)
-    ), "no wave ends before an earlier one while there is another to come"
+    assert any(lengths[at] > lengths[at + 1] for at in range(len(lengths) - under_way)), (
+        "no wave ends before an earlier one while there is another to come"
+    )
     assert errors(ranks, setting, entries) < TOLERANCE[torch.float64]
 
 

@@ -6,14 +6,7 @@ Conversions have tests of their own on what real runs saved; here are files and 
 from __future__ import annotations
 
 import json
-import os
-import resource
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from megatron_muon.checkpoint import writing
+from megatron_muon.checkpoint import data_files
 from megatron_muon.checkpoint.errors import CheckpointError
 from megatron_muon.checkpoint.manifest import manifest_problems
 from megatron_muon.checkpoint.outputs import (
@@ -32,74 +25,13 @@ from megatron_muon.checkpoint.outputs import (
     OutChunk,
     Output,
     OutTensor,
-    Zeros,
     copied,
 )
 from megatron_muon.checkpoint.reading import Checkpoint
-from megatron_muon.checkpoint.safe_pickle import dump_torch
-from megatron_muon.checkpoint.writing import write_checkpoint, write_tracker
+from megatron_muon.checkpoint.writing import write_checkpoint
+from tests.unit.checkpoint.small_output import WHOLE, Given, names_in, output
 
 ROOT = Path(__file__).parents[3]
-WHOLE = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
-
-
-@dataclass(frozen=True)
-class Given:
-    """A part of WHOLE, or what a test wants instead of it."""
-
-    rows: tuple[int, int]
-    failure: str = ""
-
-    def tensor(self, source: Any, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        if self.failure == "raises":
-            raise OSError(5, "Input/output error")
-        if self.failure == "dies":
-            os.kill(os.getpid(), signal.SIGKILL)
-        if self.failure == "dtype":
-            return WHOLE[slice(*self.rows)].double()
-        if self.failure == "sleeps":
-            time.sleep(60)
-        return WHOLE[slice(*self.rows)]
-
-
-def output(failure: str = "", in_file: bool = False) -> Output:
-    rows = ((0, 2), (2, 3), (3, 5))
-    chunks = tuple(
-        OutChunk(
-            offset=(first, 0),
-            shape=(last - first, 7),
-            value=Given((first, last), failure if first == 3 else ""),
-        )
-        for first, last in rows
-    )
-    return Output(
-        tensors=(
-            OutTensor(key="a", shape=(5, 7), dtype=torch.float32, chunks=chunks, rule="given"),
-            OutTensor(
-                key="z",
-                shape=(3,),
-                dtype=torch.bfloat16,
-                chunks=(OutChunk(offset=(0,), shape=(3,), value=Zeros()),),
-                rule="zero",
-            ),
-        ),
-        blobs=(OutBlob(key="b/shard_0_1", content=dump_torch([1])),),
-        common={"iteration": 3, "content_metadata": {}},
-        common_in_file=in_file,
-        backend={"sharded_backend": "torch_dist", "sharded_backend_version": 1},
-    )
-
-
-@pytest.fixture
-def written(tmp_path: Path) -> Path:
-    folder = tmp_path / "run" / "iter_0000003"
-    write_checkpoint(folder, output())
-    write_tracker(folder.parent, 3)
-    return folder
-
-
-def names_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -238,82 +170,6 @@ def test_a_file_outside_of_the_checkpoint_is_not_opened(written: Path) -> None:
         Checkpoint(written)
 
 
-# ---- all or nothing ---------------------------------------------------------------------------
-
-
-def test_nothing_is_overwritten_without_being_told(written: Path) -> None:
-    before = (written / "__0_0.distcp").stat().st_mtime_ns
-    with pytest.raises(CheckpointError, match=r"exists; type --overwrite"):
-        write_checkpoint(written, output())
-    assert (written / "__0_0.distcp").stat().st_mtime_ns == before
-    write_checkpoint(written, output(), overwrite=True)
-    assert (written / "__0_0.distcp").stat().st_mtime_ns != before
-    assert names_in(written.parent) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
-
-
-@pytest.mark.parametrize(
-    ("failure", "workers", "sentence"),
-    [
-        ("raises", 1, "Input/output error"),
-        ("raises", 2, "Input/output error"),
-        ("dies", 2, "was killed, perhaps for want of memory"),
-        ("dtype", 1, "came out as torch.float64"),
-    ],
-)
-def test_a_failure_leaves_nothing(
-    tmp_path: Path, failure: str, workers: int, sentence: str
-) -> None:
-    with pytest.raises(CheckpointError, match=sentence):
-        write_checkpoint(tmp_path / "run" / "iter_0000003", output(failure), workers=workers)
-    assert names_in(tmp_path) == []
-
-
-def test_a_failure_leaves_what_was_to_be_replaced(written: Path) -> None:
-    with pytest.raises(CheckpointError):
-        write_checkpoint(written, output("raises"), overwrite=True)
-    assert torch.equal(Checkpoint(written).read("a"), WHOLE)
-    assert names_in(written.parent) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
-
-
-def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
-    """A limit on file sizes stands in for the disk: writing fails in the middle of a file."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
-        with pytest.raises(CheckpointError, match=r"File too large.*nothing was left.*free some"):
-            write_checkpoint(tmp_path / "run" / "iter_0000003", output())
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert names_in(tmp_path) == []
-
-
-_TERMINATED = """
-import sys
-from pathlib import Path
-sys.path[:0] = [{root!r}]
-import signal
-from megatron_muon.checkpoint.__main__ import _end
-from megatron_muon.checkpoint.writing import write_checkpoint
-from tests.unit.checkpoint.test_writing import output
-signal.signal(signal.SIGTERM, _end)
-write_checkpoint(Path({folder!r}), output("sleeps"))
-"""
-
-
-@pytest.mark.slow
-def test_a_terminated_run_leaves_nothing(tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "iter_0000003"
-    code = _TERMINATED.format(root=str(ROOT), folder=str(folder))
-    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as process:
-        end = time.monotonic() + 60
-        while not list(folder.parent.glob(".iter*/__0_0.distcp")) and time.monotonic() < end:
-            time.sleep(0.05)
-        assert list(folder.parent.glob(".iter*/__0_0.distcp")), "it never began"
-        process.terminate()
-        assert process.wait(timeout=30) != 0
-    assert names_in(tmp_path) == []
-
-
 def test_the_manifest_says_where_everything_came_from(written: Path) -> None:
     found = json.loads((written / "megatron_muon_manifest.json").read_text())
     assert found["tensors"]["a"] == {"shape": [5, 7], "dtype": "float32", "rule": "given"}
@@ -322,8 +178,8 @@ def test_the_manifest_says_where_everything_came_from(written: Path) -> None:
 
 def test_files_share_the_bytes_evenly() -> None:
     items = [
-        writing._Item(key=str(n), dtype=None, content=OutBlob(key="", content=b""), nbytes=n)
+        data_files._Item(key=str(n), dtype=None, content=OutBlob(key="", content=b""), nbytes=n)
         for n in range(1, 40)
     ]
-    sizes = [sum(item.nbytes for item in part) for part in writing._spread(items, 3)]
+    sizes = [sum(item.nbytes for item in part) for part in data_files._spread(items, 3)]
     assert sum(sizes) == sum(range(1, 40)) and max(sizes) - min(sizes) <= 2

@@ -1,0 +1,189 @@
+"""A checkpoint is written whole or not at all, and replaces nothing that it was not told to."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon.checkpoint import data_files
+from megatron_muon.checkpoint.errors import CheckpointError
+from megatron_muon.checkpoint.reading import Checkpoint
+from megatron_muon.checkpoint.writing import write_checkpoint, write_tracker
+from tests.unit.checkpoint.small_output import WHOLE, names_in, output
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_nothing_is_overwritten_without_being_told(written: Path) -> None:
+    before = (written / "__0_0.distcp").stat().st_mtime_ns
+    with pytest.raises(CheckpointError, match=r"exists; type --overwrite"):
+        write_checkpoint(written, output())
+    assert (written / "__0_0.distcp").stat().st_mtime_ns == before
+    write_checkpoint(written, output(), overwrite=True)
+    assert (written / "__0_0.distcp").stat().st_mtime_ns != before
+    assert names_in(written.parent) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
+
+
+def _is_a_file(folder: Path) -> None:
+    folder.write_text("thesis")
+
+
+def _is_a_link(folder: Path) -> None:
+    elsewhere = folder.with_name("elsewhere")
+    elsewhere.mkdir()
+    (elsewhere / ".metadata").write_text("")
+    folder.symlink_to(elsewhere)
+
+
+def _holds_something_else(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "__0_0.distcp").write_text("")
+    (folder / "thesis").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (_is_a_file, "is a file, which is not replaced; name another"),
+        (_is_a_link, "is a symbolic link, which is not replaced; name another"),
+        (_holds_something_else, "is no checkpoint .* holds thesis.* not replaced; name another"),
+    ],
+)
+def test_only_a_checkpoint_is_ever_replaced(
+    tmp_path: Path, make: Callable[[Path], None], sentence: str
+) -> None:
+    folder = tmp_path / "iter_0000003"
+    make(folder)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match=sentence):
+        write_checkpoint(folder, output(), overwrite=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_save_that_was_not_finished_is_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "iter_0000003"
+    folder.mkdir()
+    for name in ("__0_0.distcp", "common.pt", "metadata.json"):
+        (folder / name).write_text("")
+    write_checkpoint(folder, output(), overwrite=True)
+    assert torch.equal(Checkpoint(folder).read("a"), WHOLE)
+
+
+@pytest.mark.parametrize("where", ["iter_0000003/more/iter_0000003", "."])
+def test_source_and_target_are_apart(written: Path, where: str) -> None:
+    before = sorted(written.parent.rglob("*"))
+    with pytest.raises(CheckpointError, match=r"(is inside|holds) the source .*name another"):
+        write_checkpoint(
+            written.parent / where, output(), source=Checkpoint(written), overwrite=True
+        )
+    assert sorted(written.parent.rglob("*")) == before
+
+
+def test_a_name_that_no_file_can_have_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot be written .*too long"):
+        write_checkpoint(tmp_path / ("x" * 300) / "iter_0000003", output())
+
+
+def test_a_tracker_that_cannot_be_written_is_told(written: Path) -> None:
+    tracker = written.parent / "latest_checkpointed_iteration.txt"
+    tracker.unlink()
+    tracker.mkdir()
+    with pytest.raises(CheckpointError, match="checkpoint is there: --ckpt-step 3 finds it"):
+        write_tracker(written.parent, 3)
+    assert names_in(written.parent) == ["iter_0000003", tracker.name]
+
+
+@pytest.mark.parametrize(
+    ("failure", "workers", "sentence"),
+    [
+        ("raises", 1, "Input/output error"),
+        ("raises", 2, "Input/output error"),
+        ("dies", 2, "was killed, perhaps for want of memory"),
+        ("dtype", 1, "came out as torch.float64"),
+    ],
+)
+def test_a_failure_leaves_nothing(
+    tmp_path: Path, failure: str, workers: int, sentence: str
+) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        write_checkpoint(tmp_path / "run" / "iter_0000003", output(failure), workers=workers)
+    assert names_in(tmp_path) == []
+
+
+def test_a_failure_leaves_what_was_to_be_replaced(written: Path) -> None:
+    with pytest.raises(CheckpointError):
+        write_checkpoint(written, output("raises"), overwrite=True)
+    assert torch.equal(Checkpoint(written).read("a"), WHOLE)
+    assert names_in(written.parent) == ["iter_0000003", "latest_checkpointed_iteration.txt"]
+
+
+@pytest.mark.parametrize("missing", [1, 100, None], ids=["last byte", "last piece", "most"])
+def test_a_full_disk_leaves_nothing(written: Path, tmp_path: Path, missing: int | None) -> None:
+    """A limit on file sizes stands in for the disk: writing fails in the middle of a file.
+
+    Where there is room for a part of a piece the system writes that part, and says so; only the
+    next piece, if there is one, is an error.
+    """
+    size = (written / "__0_0.distcp").stat().st_size
+    limit = 1000 if missing is None else size - missing
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"File too large.*nothing was left.*free some"):
+            write_checkpoint(tmp_path / "other" / "iter_0000003", output())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "other").exists()
+
+
+def test_what_the_system_writes_in_parts_is_whole(tmp_path: Path) -> None:
+    """Linux writes 2 GiB less a page at most at once; here it is five bytes."""
+
+    class Reluctant(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(data[:5])
+
+    with Reluctant(tmp_path / "file", "wb") as stream:
+        file = data_files._HashingFile(stream)
+        assert file.write(WHOLE.numpy()) == WHOLE.nbytes == file.position
+    content = (tmp_path / "file").read_bytes()
+    assert content == WHOLE.numpy().tobytes()
+    assert file.digest == hashlib.sha256(content).hexdigest()
+
+
+_TERMINATED = """
+import sys
+from pathlib import Path
+sys.path[:0] = [{root!r}]
+import signal
+from megatron_muon.checkpoint.__main__ import _end
+from megatron_muon.checkpoint.writing import write_checkpoint
+from tests.unit.checkpoint.small_output import WHOLE, names_in, output
+from tests.unit.checkpoint.small_output import output
+signal.signal(signal.SIGTERM, _end)
+write_checkpoint(Path({folder!r}), output("sleeps"))
+"""
+
+
+@pytest.mark.slow
+def test_a_terminated_run_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "iter_0000003"
+    code = _TERMINATED.format(root=str(ROOT), folder=str(folder))
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as process:
+        end = time.monotonic() + 60
+        while not list(folder.parent.glob(".iter*/__0_0.distcp")) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert list(folder.parent.glob(".iter*/__0_0.distcp")), "it never began"
+        process.terminate()
+        assert process.wait(timeout=30) != 0
+    assert names_in(tmp_path) == []
