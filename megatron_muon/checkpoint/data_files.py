@@ -6,6 +6,7 @@ import hashlib
 import math
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ PIECE = 1 << 20
 
 FILE_BYTES = 2 << 30
 """Size of a data file, about; every file is written by one process."""
+
+ENDED = -(1 << 62)
+"""Instead of a number of bytes: processes end when they come to their next entry."""
 
 Progress = Callable[[int], None]
 """Called with the number of bytes written so far."""
@@ -118,23 +122,28 @@ class _Counter:
         self._progress(self._done)
 
 
-_shared: Any = None
-"""In a worker process: the bytes that all of them have written."""
+_written: Any = None
+"""In a worker process: the bytes that all of them have written; below zero to end."""
 
 
-def _start_worker(shared: Any) -> None:
-    global _shared
-    _shared = shared
+def _start_worker(written: Any) -> None:
+    global _written
+    _written = written
     torch.set_num_threads(1)
+    # The parent is told of both, and has them end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _add_shared(count: int) -> None:
-    with _shared.get_lock():
-        _shared.value += count
+def _add_written(count: int) -> None:
+    with _written.get_lock():
+        if _written.value < 0:
+            raise CheckpointError("another process has failed.")
+        _written.value += count
 
 
 def _work(path: Path, items: list[_Item], source: Checkpoint | None) -> WrittenFile:
-    return _write_file(path, items, source, _add_shared)
+    return _write_file(path, items, source, _add_written)
 
 
 def _in_processes(
@@ -145,9 +154,12 @@ def _in_processes(
     progress: Progress,
 ) -> list[WrittenFile]:
     context = multiprocessing.get_context("fork")
-    shared = context.Value("q", 0)
+    written = context.Value("q", 0)
     with ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_start_worker, initargs=(shared,)
+        min(workers, len(files)),
+        mp_context=context,
+        initializer=_start_worker,
+        initargs=(written,),
     ) as pool:
         waiting: set[Future[WrittenFile]] = {
             pool.submit(_work, staging / name, part, source) for name, part in files.items()
@@ -157,8 +169,10 @@ def _in_processes(
             while waiting:
                 finished, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
                 done += [future.result() for future in finished]
-                progress(shared.value)
+                progress(written.value)
         finally:
+            if waiting:
+                written.value = ENDED
             pool.shutdown(wait=True, cancel_futures=True)
     return sorted(done, key=lambda entry: entry.file)
 

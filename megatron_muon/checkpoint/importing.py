@@ -13,6 +13,7 @@ from megatron_muon.checkpoint.foreign import Foreign
 from megatron_muon.checkpoint.index import TensorInfo
 from megatron_muon.checkpoint.momenta import Convention, conversion_factor, matrix_convention
 from megatron_muon.checkpoint.names import (
+    ADAM_STATES,
     MASTER,
     MASTER_OF_ADAM,
     MOMENTUM,
@@ -133,6 +134,9 @@ class _Import:
         self._require_names(is_partial)
         self.zeros: list[str] = []
         self.left: list[str] = []
+        self.taken: set[tuple[str, str]] = set()
+        self.factors: set[float] = set()
+        self.fresh_adam: set[str] = set()
 
     def _require_names(self, is_partial: bool) -> None:
         known = {plain.name: plain for found in self.plain.values() for plain in found}
@@ -250,9 +254,14 @@ class _Import:
         if state == MASTER and None in found.values():
             weights = {p.name: self.foreign.weights.get(p.name) for p in plain}
             return self._from(plain, weights)
-        if None in found.values():
+        # A first moment without its second one would make steps many times too large.
+        together = ADAM_STATES if state in ADAM_STATES else (state,)
+        if any(s not in self.foreign.states.get(p.name, {}) for p in plain for s in together):
             self.zeros.append(f"{state} of {parameter.name}")
+            if state in ADAM_STATES:
+                self.fresh_adam.add(parameter.name)
             return Zeros()
+        self.taken |= {(p.name, state) for p in plain}
         factor = 1.0
         if state == MOMENTUM:
             factors = {self._factor_of(self.foreign.momenta[p.name]) for p in plain}
@@ -261,6 +270,7 @@ class _Import:
                     f"the parts of {parameter.name} have momenta of different factors."
                 )
             factor = factors.pop()
+            self.factors.add(factor)
         return self._from(plain, found, factor)
 
     def _factor_of(self, convention: Convention) -> float:
@@ -300,6 +310,7 @@ class _Import:
         if steps is None:
             self.left.append(f"right factor of {matrix}")
             return copied(info, key, "kept from --like")
+        self.taken.add((name, label))
         found = self.foreign.tensor(steps)
         if tuple(found.shape) != info.shape:
             raise CheckpointError(
@@ -319,10 +330,11 @@ class _Import:
     # ---- the rest -----------------------------------------------------------------------------
 
     def _common(self) -> dict[str, object]:
-        """The common state of ``like``, with the steps that the file says."""
+        """The common state of ``like``, with the steps that the file says; 0 for an Adam anew."""
         value = dict(self.like.common.value)
-        if self.foreign.step is not None:
-            value["optimizer"] = _with_step(value.get("optimizer"), self.foreign.step)
+        step = 0 if self.fresh_adam else self.foreign.step
+        if step is not None:
+            value["optimizer"] = _with_step(value.get("optimizer"), step)
         return value
 
     def _notes(self) -> Iterator[str]:
@@ -330,6 +342,26 @@ class _Import:
         if self.zeros:
             yield f"{len(self.zeros)} states are not in the file and start at zero:"
             yield from (f"  {entry}" for entry in self.zeros)
+        if self.fresh_adam:
+            yield (
+                f"Adam starts anew on {len(self.fresh_adam)} parameters, so its step count starts "
+                "at 0"
+            )
+        if self.factors - {1.0}:
+            factors = ", ".join(f"{factor:g}" for factor in sorted(self.factors))
+            yield f"momenta are kept in another way in the file: they are multiplied by {factors}"
+        strange = sorted(
+            f"{state} of {name}"
+            for name, states in self.foreign.states.items()
+            for state in states
+            if state != MASTER and (name, state) not in self.taken
+        )
+        if strange:
+            yield (
+                f"{len(strange)} states of the file are left out, for which --like, a checkpoint "
+                f"of {self.source.optimizer}, has no place:"
+            )
+            yield from (f"  {entry}" for entry in strange)
         if self.left:
             yield f"{len(self.left)} tensors are not in the file and are those of --like:"
             yield from (f"  {entry}" for entry in self.left)

@@ -16,6 +16,7 @@ import torch
 
 from megatron_muon.checkpoint.__main__ import main
 from megatron_muon.checkpoint.reading import Checkpoint
+from megatron_muon.checkpoint.source_state import param_groups
 from tests.distributed.pretraining import VOCAB, pretrain
 from tests.distributed.test_pretrain import DMUON, ORTH_DION
 from tests.reference.muon import gate_up_parts, unit_parts
@@ -393,13 +394,35 @@ def test_weights_alone(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture
     torch.save({n: t.bfloat16() for n, t in weights.items()}, tmp_path / "weights.pt")
     arguments = (*like(other), "--names", "hf")
     assert tool("import", tmp_path / "weights.pt", tmp_path / "back", *arguments) == 0
-    assert "momentum_buffer of decoder.layers.0.mlp.linear_fc1.weight" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "momentum_buffer of decoder.layers.0.mlp.linear_fc1.weight" in said
+    assert "its step count starts at 0" in said
     back = Checkpoint(tmp_path / "back")
+    assert _steps(Checkpoint(other.folder)) == {2} and _steps(back) == {0}
     key = "decoder.layers.mlp.linear_fc1.weight"
     expected = Checkpoint(saved.folder).read(key).bfloat16().float()
     assert torch.equal(back.read(key), expected)
     assert torch.equal(back.read(f"optimizer.state.fp32_param.{key}"), expected)
     assert not back.read(f"optimizer.state.momentum_buffer.{key}").any()
+
+
+def _steps(checkpoint: Checkpoint) -> set[int]:
+    """Step counts of all parameter groups."""
+    return {group["step"] for group in param_groups(checkpoint.common) if "step" in group}
+
+
+def test_a_checkpoint_of_another_optimizer_tells_what_it_has_no_place_for(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved, _ = runs("dense", "orth_dion")
+    _, other = runs("dense", "dmuon")
+    content = exported(saved, tmp_path / "dion.pt")
+    capsys.readouterr()
+    assert tool("import", tmp_path / "dion.pt", tmp_path / "back", *like(other)) == 0
+    said = capsys.readouterr().out
+    factors = sum(s.startswith("right_factor") for kept in content["state"].values() for s in kept)
+    assert f"{factors} states of the file are left out, for which --like" in said
+    assert "multiplied by" in said and "0 states" not in said
 
 
 # ---- what is wrong ----------------------------------------------------------------------------
