@@ -50,7 +50,7 @@ def manifest_problems(folder: Path) -> Iterable[str]:
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
         expected = {str(name): str(entry["sha256"]) for name, entry in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from error
     for name, digest in expected.items():
         if not (folder / name).is_file():

@@ -250,7 +250,7 @@ def _read_backend(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} is no finished checkpoint: its metadata.json is missing."
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
     backend = found.get("sharded_backend") if isinstance(found, dict) else None
     if backend != "torch_dist":

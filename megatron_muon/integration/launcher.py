@@ -94,6 +94,7 @@ def _has_gpu() -> bool:
 
 
 def _refuse(message: str) -> int:
-    if int(os.environ.get("RANK", "0")) == 0:
+    # One rank of each node: what is wrong may be wrong on one node alone, as a file that it lacks.
+    if int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))) == 0:
         print(message, file=sys.stderr, flush=True)
     return 2

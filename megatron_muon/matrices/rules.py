@@ -115,7 +115,7 @@ def load_rules(path: str) -> tuple[Rule, ...]:
     try:
         with open(path, encoding="utf-8") as stream:
             entries = json.load(stream)
-    except (OSError, ValueError) as error:  # Not JSON, or not UTF-8.
+    except (OSError, ValueError, RecursionError) as error:  # Not JSON, or not UTF-8.
         raise ValueError(f"{source}: {error}") from error
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(f'{source}: must be a list like [{{"pattern": "*", "lr_mult": 0.5}}]')

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = "megatron_muon cost table 1"
+LARGEST = 1 << 50
+"""Of any number of a table; operations of such a shape are still a float."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -97,7 +99,7 @@ def load_cost_table(path: str | Path) -> CostTable:
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ValueError(f"--dmuon-cost-table {path} cannot be read ({reason}): {again}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--dmuon-cost-table {path} is no JSON ({error}): {again}") from error
     try:
         return _table(content)
@@ -116,7 +118,7 @@ def _table(content: Any) -> CostTable:
     return CostTable(
         device=str(content["device"]),
         dtype=str(content["dtype"]),
-        steps=int(content["steps"]),
+        steps=_counted("steps", content["steps"]),
         measured=measured,
     )
 
@@ -126,8 +128,13 @@ def _entry(values: Mapping[str, Any]) -> MeasuredCost:
     if set(values) != known:
         raise ValueError(f"an entry has {sorted(values)} and should have {sorted(known)}")
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} is {value!r} and should be an integer >= 1")
+        _counted(name, value)
     if values["short"] > values["long"]:
         raise ValueError(f"short {values['short']} is above long {values['long']}")
     return MeasuredCost(**values)
+
+
+def _counted(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST:
+        raise ValueError(f"{name} is {value!r} and should be an integer from 1 to {LARGEST}")
+    return value

@@ -33,6 +33,8 @@ class Given:
             return WHOLE[slice(*self.rows)].double()
         if self.failure == "sleeps":
             time.sleep(60)
+        if self.failure == "naps":
+            time.sleep(2)
         return WHOLE[slice(*self.rows)]
 
 

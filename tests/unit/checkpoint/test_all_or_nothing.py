@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -168,22 +170,36 @@ sys.path[:0] = [{root!r}]
 import signal
 from megatron_muon.checkpoint.__main__ import _end
 from megatron_muon.checkpoint.writing import write_checkpoint
-from tests.unit.checkpoint.small_output import WHOLE, names_in, output
 from tests.unit.checkpoint.small_output import output
 signal.signal(signal.SIGTERM, _end)
-write_checkpoint(Path({folder!r}), output("sleeps"))
+try:
+    write_checkpoint(Path({folder!r}), output({failure!r}), workers={workers})
+except KeyboardInterrupt:
+    sys.exit(130)
 """
 
 
 @pytest.mark.slow
-def test_a_terminated_run_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "failure", "workers"),
+    [(signal.SIGTERM, "sleeps", 1), (signal.SIGINT, "sleeps", 1), (signal.SIGINT, "naps", 2)],
+)
+def test_a_terminated_run_leaves_nothing(
+    tmp_path: Path, number: signal.Signals, failure: str, workers: int
+) -> None:
+    """As by Ctrl-C, which all processes get: no file, no process, no traceback."""
     folder = tmp_path / "run" / "iter_0000003"
-    code = _TERMINATED.format(root=str(ROOT), folder=str(folder))
-    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL) as process:
+    code = _TERMINATED.format(root=str(ROOT), folder=str(folder), failure=failure, workers=workers)
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stderr=subprocess.PIPE, start_new_session=True
+    ) as process:
         end = time.monotonic() + 60
-        while not list(folder.parent.glob(".iter*/__0_0.distcp")) and time.monotonic() < end:
+        while len(list(folder.parent.glob(".iter*/*.distcp"))) < workers:
+            assert time.monotonic() < end, "it never began"
             time.sleep(0.05)
-        assert list(folder.parent.glob(".iter*/__0_0.distcp")), "it never began"
-        process.terminate()
-        assert process.wait(timeout=30) != 0
+        os.killpg(process.pid, number)
+        assert process.wait(timeout=30) == 130
+        assert process.stderr is not None and process.stderr.read() == b""
     assert names_in(tmp_path) == []
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)

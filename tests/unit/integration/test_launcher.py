@@ -39,12 +39,23 @@ def test_a_wrong_command_line_is_refused(
         assert "usage: python -m megatron_muon.launch [--cpu] pretrain_gpt.py" in captured.err
 
 
-def test_only_one_rank_says_what_is_wrong_but_all_exit(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "speaks"),
+    [("3", None, False), ("3", "3", False), ("0", "0", True), ("8", "0", True)],
+)
+def test_one_rank_of_a_node_says_what_is_wrong_but_all_exit(
+    capsys: Captured,
+    monkeypatch: pytest.MonkeyPatch,
+    rank: str,
+    local_rank: str | None,
+    speaks: bool,
 ) -> None:
-    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
     assert main(["nothing.py"]) == 2
-    assert capsys.readouterr() == ("", "")
+    assert ("nothing.py does not exist" in capsys.readouterr().err) is speaks
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--cpu", "--help", "nothing.py"]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,10 @@ def _content() -> dict[str, Any]:
         ({"measured": [{"short": 1, "long": 2, "batch": 1, "nanoseconds": 0.5}]}, "is 0.5"),
         ({"measured": [{"short": 1, "long": 2, "batch": 1, "nanoseconds": True}]}, "is True"),
         ({"measured": 5}, "is no table of costs"),
-        ({"steps": "many"}, "is no table of costs"),
+        ({"steps": "many"}, "steps is 'many' and should be an integer from 1"),
+        ({"steps": math.inf}, "steps is inf"),
+        ({"steps": 5.5}, "steps is 5.5"),
+        ({"measured": [{"short": 1, "long": 2, "batch": 10**400, "nanoseconds": 5}]}, "batch is 1"),
     ],
 )
 def test_what_is_no_table_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:
@@ -80,7 +84,7 @@ def test_what_is_no_table_is_refused(tmp_path: Path, change: dict[str, Any], sai
     assert "--cost-table" in str(refused.value)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1, 2", "\0"])
+@pytest.mark.parametrize("text", ["", "{", "[1, 2", "\0", "[" * 200_000])
 def test_what_is_no_json_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text)
