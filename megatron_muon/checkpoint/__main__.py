@@ -16,6 +16,9 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+if __name__ == "__main__":
+    # While torch is being imported there is nothing to unwind, and no traceback to show.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 # Before torch starts its thread pool: it does not survive the fork of worker processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -37,6 +40,9 @@ COMMANDS: dict[str, Any] = {
 }
 """Name to the module that holds HELP, add_arguments and run."""
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TRACEBACK = "MEGATRON_MUON_TRACEBACK"
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
@@ -56,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 when all is well, 1 on differences, 2 with a sentence on an error."""
     options = parser().parse_args(arguments)
-    previous = signal.signal(signal.SIGTERM, _end)
+    previous = {number: signal.signal(number, _end) for number in SIGNALS}
     try:
         code: int = options.run(options)
         sys.stdout.flush()
@@ -70,12 +76,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("megatron_muon: interrupted; nothing was left half-written.", file=sys.stderr)
         return 130
+    except Exception as error:  # a file that nobody meant to exist can fail in any way
+        if os.environ.get(TRACEBACK):
+            raise
+        print(
+            f"megatron_muon: {options.command} cannot make sense of what it was given "
+            f"({type(error).__name__}: {str(error).partition(chr(10))[0]}); type {TRACEBACK}=1 "
+            "before the command to see where.",
+            file=sys.stderr,
+        )
+        return 2
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """Unwind, so that what was begun is removed."""
+    """Unwind, so that what was begun is removed; once, for removing takes its time."""
+    for other in SIGNALS:
+        signal.signal(other, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 

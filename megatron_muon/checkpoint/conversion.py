@@ -45,7 +45,7 @@ from megatron_muon.checkpoint.param_groups import (
     steps_of,
 )
 from megatron_muon.checkpoint.parameters import StoredParameter, model_tensors, stored_parameters
-from megatron_muon.checkpoint.reading import COMMON_KEY, Checkpoint
+from megatron_muon.checkpoint.reading import Checkpoint, require_known
 from megatron_muon.checkpoint.right_factors import factor_tensors
 from megatron_muon.checkpoint.settings import ConvertSettings, saved_flags
 from megatron_muon.checkpoint.source_state import Location, SourceState, source_state
@@ -276,26 +276,15 @@ class _Conversion:
     # ---- the rest -----------------------------------------------------------------------------
 
     def _blobs(self) -> tuple[OutBlob, ...]:
-        found = []
-        for key, place in self.checkpoint.blobs.items():
-            if key == COMMON_KEY or ".gbuf_idx_" in key or "optimizer.distributed." in key:
-                continue
-            foreign = self.checkpoint.read_blob(key).foreign
-            if foreign:
-                raise CheckpointError(
-                    f"{key} refers to {foreign[0]}, which has no business in a checkpoint; it was "
-                    "not run, and is not passed on."
-                )
-            found.append(OutBlob(key=key, content=place))
-        return tuple(found)
+        return tuple(
+            OutBlob(key=key, content=place)
+            for key, place in self.checkpoint.blobs_to_pass_on().items()
+            if ".gbuf_idx_" not in key and "optimizer.distributed." not in key
+        )
 
     def _common(self) -> dict[str, object]:
         common = self.checkpoint.common
-        if common.loaded.foreign:
-            raise CheckpointError(
-                f"the common state refers to {common.loaded.foreign[0]}, which has no business in "
-                "a checkpoint; it was not run, and is not passed on."
-            )
+        require_known(common.loaded, "the common state")
         value = dict(common.value)
         value["optimizer"] = optimizer_state(
             self.source.groups,

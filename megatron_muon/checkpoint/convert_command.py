@@ -10,15 +10,22 @@ from megatron_muon.checkpoint.conversion import plan_conversion
 from megatron_muon.checkpoint.errors import CheckpointError
 from megatron_muon.checkpoint.outputs import Output
 from megatron_muon.checkpoint.progress import ProgressReport
-from megatron_muon.checkpoint.reading import TRACKER, Checkpoint
+from megatron_muon.checkpoint.reading import TRACKER, Checkpoint, last_step
 from megatron_muon.checkpoint.settings import (
     TARGETS,
     ConvertSettings,
     add_matrix_flags,
     matrix_settings,
     parse_version,
+    require_meaning,
 )
-from megatron_muon.checkpoint.writing import write_checkpoint, write_tracker
+from megatron_muon.checkpoint.source_state import optimizer_of
+from megatron_muon.checkpoint.writing import (
+    check_target,
+    left_behind,
+    write_checkpoint,
+    write_tracker,
+)
 
 HELP = "turn one optimizer's state into another's"
 LARGE = 256 << 20
@@ -40,15 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--momentum-start",
         choices=("source", "zero"),
-        default="source",
-        help="the matrices' momentum: from the source's state, or zero",
+        help="the matrices' momentum: from the source's state (default), or zero",
     )
     parser.add_argument(
         "--right-factor-start",
         choices=("momentum", "seeded"),
-        default="momentum",
-        help="Orth-Dion's V: the momentum's leading right singular subspace, or the seeded start "
-        "of training",
+        help="Orth-Dion's V: the momentum's leading right singular subspace (default), or the "
+        "seeded start of training",
     )
     add_writing_flags(parser)
     add_matrix_flags(parser)
@@ -64,7 +69,12 @@ def add_writing_flags(parser: argparse.ArgumentParser) -> None:
         "since then it is inside; default: as in the source",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes that write")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes that write; default: one below 256 MB, else one for each core, 8 at most",
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="write nothing, print every tensor and its rule"
     )
@@ -73,12 +83,13 @@ def add_writing_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Convert."""
     checkpoint = Checkpoint(options.source, options.step)
+    require_meaning(options, optimizer_of(checkpoint))
     settings = ConvertSettings(
         to=options.to,
         matrix=matrix_settings(options, checkpoint.common),
         heavy_ball=options.heavy_ball,
-        momentum_start=options.momentum_start,
-        right_factor=options.right_factor_start,
+        momentum_start=options.momentum_start or "source",
+        right_factor=options.right_factor_start or "momentum",
         megatron_version=options.megatron_version,
     )
     return write_output(plan_conversion(checkpoint, settings), options, checkpoint)
@@ -98,26 +109,32 @@ def write_output(output: Output, options: argparse.Namespace, source: Checkpoint
             dtype = str(tensor.dtype).removeprefix("torch.")
             print(f"{tensor.key}  {shape}  {dtype}  {tensor.rule}")
         print(*output.notes, sep="\n")
-        return 0
     step = output.common.get("iteration")
-    if not isinstance(step, int):
-        raise CheckpointError(f"the common state says iteration {step!r}, which is no number.")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise CheckpointError(f"the common state says iteration {step!r}, which is none.")
     root = Path(options.target)
     folder = root / f"iter_{step:07d}"
+    workers, last = _workers(options.workers, output.nbytes), last_step(root)
+    check_target(folder, source, overwrite=options.overwrite)
+    if options.dry_run:
+        print(f"would be written to {folder}")
+        return 0
     report = ProgressReport(output.nbytes)
     write_checkpoint(
         folder,
         output,
         source=source,
         overwrite=options.overwrite,
-        workers=_workers(options.workers, output.nbytes),
+        workers=workers,
         progress=report,
     )
     report.finish()
-    if options.overwrite or not (root / TRACKER).exists():
+    if last is None or (options.overwrite and isinstance(last, int) and last < step):
         write_tracker(root, step)
-    else:
-        print(f"{root / TRACKER} was left as it is; load with --ckpt-step {step}")
+    elif last != step:
+        print(f"{root / TRACKER} was left as it is, at {last}; load with --ckpt-step {step}")
+    for path in left_behind(folder):
+        print(f"{path} is of a run that was killed, or is still under way; remove it if it is not")
     print(*output.notes, sep="\n")
     print(f"written to {folder}")
     return 0

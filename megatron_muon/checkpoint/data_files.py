@@ -7,6 +7,8 @@ import math
 import multiprocessing
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
@@ -130,9 +132,18 @@ def _start_worker(written: Any) -> None:
     global _written
     _written = written
     torch.set_num_threads(1)
-    # The parent is told of both, and has them end.
+    # The parent hears of them, too, and has this process end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent was killed, for whom it would wait for ever."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
 
 
 def _add_written(count: int) -> None:
@@ -178,19 +189,29 @@ def _in_processes(
 
 
 class _HashingFile:
-    """A file that is hashed as it is written."""
+    """A file that is hashed as it is written.
+
+    Attributes:
+        position: Bytes written.
+        failure: What ended a write: torch's zip writer tells of it in words of its own.
+    """
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self._hash = hashlib.sha256()
         self.position = 0
+        self.failure: BaseException | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         left = view
-        # Linux writes 2 GiB at most at a time, and less where a disk is nearly full.
-        while left:
-            left = left[self._stream.write(left) :]
+        try:
+            # Linux writes 2 GiB at most at a time, and less where a disk is nearly full.
+            while left:
+                left = left[self._stream.write(left) :]
+        except BaseException as failure:
+            self.failure = failure
+            raise
         self._hash.update(view)
         self.position += len(view)
         return len(view)
@@ -241,7 +262,12 @@ def _write_item(file: _HashingFile, item: _Item, source: Checkpoint | None) -> N
         )
     if values.untyped_storage().nbytes() != values.numel() * values.dtype.itemsize:
         values = values.clone()  # torch.save would write the whole storage of a view
-    torch.save(values.contiguous(), file)  # type: ignore[arg-type]
+    try:
+        torch.save(values.contiguous(), file)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        if file.failure is None:
+            raise
+        raise file.failure from error
 
 
 def _copy_bytes(file: _HashingFile, place: Place, source: Checkpoint | None) -> None:

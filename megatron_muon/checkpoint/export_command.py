@@ -15,7 +15,7 @@ from megatron_muon.checkpoint.errors import CheckpointError
 from megatron_muon.checkpoint.export_layouts import FORMATS, Exported, convention_of, laid_out
 from megatron_muon.checkpoint.index import TensorInfo
 from megatron_muon.checkpoint.momenta import Convention, conversion_factor, matrix_convention
-from megatron_muon.checkpoint.names import MOMENTUM, RIGHT_FACTOR
+from megatron_muon.checkpoint.names import MASTER, MOMENTUM, RIGHT_FACTOR
 from megatron_muon.checkpoint.outputs import Box
 from megatron_muon.checkpoint.param_groups import steps_of
 from megatron_muon.checkpoint.parameters import model_tensors, stored_parameters
@@ -82,6 +82,8 @@ def vocabulary(options: argparse.Namespace) -> int | None:
 def run(options: argparse.Namespace) -> int:
     """Export."""
     checkpoint = Checkpoint(options.source, options.step)
+    if checkpoint.folder.resolve() in options.target.resolve().parents:
+        raise CheckpointError(f"{options.target} is inside the source; name another file.")
     content, notes = plan_export(
         checkpoint,
         layout=options.format,
@@ -135,7 +137,7 @@ def plan_export(
     """
     model = model_tensors(checkpoint)
     parameters = stored_parameters(model, checkpoint.common)
-    source = source_state(checkpoint, parameters)
+    source = source_state(checkpoint, parameters, may_lack=True)
     saved = matrix_convention(source.optimizer, checkpoint.common, source.groups, None)
     kept = convention_of(layout, saved)
     factors = _by_parameter(source.factors)
@@ -144,6 +146,9 @@ def plan_export(
         offset, shape = plain.parameter.box()
         info = model[plain.parameter.key]
         place = Location(info=info, offset=offset, shape=shape)
+        master = source.states[plain.parameter.name].get(MASTER)
+        if master is not None and layout != "plain":  # which has a place for both
+            place, info = master, master.info
         weights[plain.name] = _to_write(checkpoint, plain, place, 1.0, info.dtype)
         states[plain.name] = _states(checkpoint, source, plain, (saved, kept))
         own = factors.get(plain.parameter.name, {})
@@ -169,6 +174,7 @@ def plan_export(
             "learning rates, weight decay and the like of the groups are those of the saved run; "
             "the optimizer's own settings are its defaults: look at them before you train"
         )
+        notes.append("weights are the fp32 masters, where the run has some")
     return laid_out(layout, exported), notes
 
 

@@ -18,17 +18,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, get_args
 
 import torch
 
 from megatron_muon.checkpoint.errors import CheckpointError
-from megatron_muon.checkpoint.momenta import Convention
-from megatron_muon.checkpoint.names import ADAM_STATES, MOMENTUM, RIGHT_FACTOR
+from megatron_muon.checkpoint.momenta import Convention, Kind, factor_in_range
+from megatron_muon.checkpoint.names import ADAM_STATES, MASTER, MOMENTUM, RIGHT_FACTOR
 from megatron_muon.checkpoint.torch_files import Steps, at, read_torch_file
 
 PLAIN_FORMAT = "megatron_muon plain 1"
 OPTIMIZER_KEYS = ("optimizer", "muon", "adamw")
+_PLAIN_STATES: Final = (MASTER, MOMENTUM, *ADAM_STATES, RIGHT_FACTOR)
 
 
 @dataclass(kw_only=True)
@@ -84,6 +85,7 @@ def read_foreign(
         weights = content.get("model")
         if not present and weights is None and _all_tensors(content):
             found.weights = {name: (name,) for name in content}
+            _require_dense(content, found)
             return found
         if isinstance(weights, Mapping):
             found.weights = {n: ("model", n) for n, t in weights.items() if _is_tensor(t)}
@@ -94,7 +96,24 @@ def read_foreign(
                 f"{path} holds neither weights nor the state dict of an optimizer: its keys are "
                 f"{', '.join(sorted(map(str, content))[:5])}."
             )
+    _require_dense(content, found)
     return found
+
+
+def _require_dense(content: Mapping[str, Any], found: Foreign) -> None:
+    """Refuse what is no tensor, or none whose elements are in the file."""
+    listed = dict(found.weights)
+    for name, states in found.states.items():
+        listed |= {f"{state} of {name}": steps for state, steps in states.items()}
+    for what, steps in listed.items():
+        value = at(content, steps)
+        kind = "" if _is_tensor(value) else f"a {type(value).__name__}"
+        if not kind and (value.is_meta or value.layout != torch.strided or value.is_quantized):
+            kind = "a meta tensor" if value.is_meta else f"a {value.layout} or quantized tensor"
+        if kind or not isinstance(steps[-1], str):
+            raise CheckpointError(
+                f"{what} is {kind or 'no name'} in {found.path}, where a dense tensor belongs."
+            )
 
 
 def read_names(path: Path) -> list[str]:
@@ -138,11 +157,33 @@ def _read_plain(content: Mapping[str, Any], found: Foreign) -> None:
         raise CheckpointError(f"{found.path} lacks its model or its state.")
     found.weights = {name: ("model", name) for name in weights}
     about = content.get("momentum") or {"kind": "average", "factor": 0.0}
+    kind: Any = about.get("kind") if isinstance(about, Mapping) else None
+    if kind not in get_args(Kind):
+        raise CheckpointError(
+            f"{found.path} says that its momentum is {about!r}; its kind is one of "
+            f"{', '.join(get_args(Kind))}, with a factor."
+        )
+    convention = Convention(kind=kind, factor=factor_in_range(about.get("factor"), "the factor"))
     for name, kept in states.items():
+        strange = [s for s in kept if not str(s).startswith(_PLAIN_STATES)]
+        if strange:
+            raise CheckpointError(
+                f"{found.path} has the state {strange[0]} of {name}, which is none of "
+                f"{', '.join(_PLAIN_STATES)}."
+            )
         found.states[name] = {state: ("state", name, state) for state in kept}
-        found.momenta[name] = Convention(kind=about["kind"], factor=float(about["factor"]))
+        found.momenta[name] = convention
     step = content.get("step")
-    found.step = None if step is None else int(step)
+    found.step = None if step is None else _step(step, found.path)
+
+
+def _step(value: Any, path: Path) -> int:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < 1 << 53:
+        raise CheckpointError(f"{path} says step {value!r}, which is no number of steps.")
+    return int(value)
 
 
 def _read_state_dict(
@@ -154,7 +195,7 @@ def _read_state_dict(
 ) -> None:
     named = dict(_named(content["param_groups"], given, found.path))
     for key, kept in content["state"].items():
-        if key not in named:
+        if not isinstance(kept, Mapping) or key not in named:
             raise CheckpointError(
                 f"{found.path} has state of parameter {key}, which is in none of its groups."
             )
@@ -172,22 +213,28 @@ def _read_state_dict(
             found.momenta[name] = convention
         step = kept.get("step", group.get("step"))
         if step is not None and ADAM_STATES[0] in states:
-            found.step = max(found.step or 0, int(step))
+            found.step = max(found.step or 0, _step(step, found.path))
 
 
 def _named(
     groups: Sequence[Mapping[str, Any]], given: Sequence[str] | None, path: Path
 ) -> Iterator[tuple[int | str, tuple[str, Mapping[str, Any]]]]:
     """(key in the state, (name, group)) of every parameter."""
+    taken = 0
     for group in groups:
-        keys = list(group.get("params", ()))
+        listed = group.get("params") if isinstance(group, Mapping) else None
+        if not isinstance(listed, list) or not all(isinstance(key, int | str) for key in listed):
+            raise CheckpointError(f"{path} has a group of parameters that does not list them.")
+        keys = listed
+        taken += len(keys)
         names = group.get("param_names")
         if names is None and all(isinstance(key, str) for key in keys):
             names = keys
         if names is None and given is not None:
-            if any(not isinstance(key, int) or key >= len(given) for key in keys):
+            if any(not isinstance(key, int) or not 0 <= key < len(given) for key in keys):
                 raise CheckpointError(
-                    f"--param-names has {len(given)} names, and {path} has more parameters."
+                    f"--param-names has {len(given)} names, and {path} has parameter {max(keys)}, "
+                    "counted from 0."
                 )
             names = [given[key] for key in keys]
         if names is None:
@@ -199,6 +246,10 @@ def _named(
             raise CheckpointError(f"{path} has {len(keys)} parameters and {len(names)} names.")
         for key, name in zip(keys, names, strict=True):
             yield key, (str(name), group)
+    if given is not None and len(given) > taken:
+        raise CheckpointError(
+            f"--param-names has {len(given)} names, and {path} has {taken} parameters."
+        )
 
 
 def _translated(

@@ -31,7 +31,7 @@ from megatron_muon.checkpoint.outputs import (
 )
 from megatron_muon.checkpoint.parameters import StoredParameter, model_tensors, stored_parameters
 from megatron_muon.checkpoint.plain_names import Names, PlainTensor, plain_tensors
-from megatron_muon.checkpoint.reading import COMMON_KEY, Checkpoint
+from megatron_muon.checkpoint.reading import Checkpoint, require_known
 from megatron_muon.checkpoint.source_state import source_state
 from megatron_muon.checkpoint.torch_files import Steps, at, read_torch_file
 
@@ -61,11 +61,23 @@ class FromFile:
             if self.factor != 1.0:
                 exact = torch.promote_types(values.dtype, torch.float32)
                 values = values.to(exact) * self.factor
+            _require_range(values, dtype, f"{plain.name} of {self.path}")
             if whole.dim():
                 plain.put(whole, values.to(dtype))
             else:
                 whole.copy_(values)
         return whole.reshape(shape)
+
+
+def _require_range(values: torch.Tensor, dtype: torch.dtype, what: str) -> None:
+    """Refuse finite values that are inf in a narrower element type."""
+    if not dtype.is_floating_point or not values.numel():
+        return
+    largest = torch.finfo(dtype).max
+    if torch.finfo(values.dtype).max > largest:
+        finite = values.abs().nan_to_num(nan=0.0, posinf=0.0)
+        if float(finite.max()) > largest:
+            raise CheckpointError(f"{what} has {float(finite.max()):g}, which is inf as {dtype}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,12 +183,17 @@ class _Import:
 
     def _require_shape(self, plain: PlainTensor, found: torch.Tensor, what: str) -> None:
         if tuple(found.shape) != plain.shape:
-            padded = plain.parameter.facts.shape != plain.shape and plain.part == ""
-            raise CheckpointError(
-                f"{what} has shape {tuple(found.shape)} in {self.foreign.path}, and is to have "
-                f"{plain.shape}{' (--vocab-size)' if padded else ''}."
+            shape = tuple(found.shape)
+            vocabulary = ".word_embeddings." in plain.parameter.key or "output_layer" in (
+                plain.parameter.key
             )
-        if not found.dtype.is_floating_point:
+            hint = f"; type --vocab-size {shape[0]}" if shape and vocabulary else ""
+            raise CheckpointError(
+                f"{what} has shape {shape} in {self.foreign.path}, and is to have "
+                f"{plain.shape}{hint}."
+            )
+        stored = self.model[plain.parameter.key].dtype
+        if not found.dtype.is_floating_point and found.dtype != stored:
             raise CheckpointError(
                 f"{what} has element type {found.dtype} in {self.foreign.path}, which is no "
                 "floating-point type."
@@ -191,8 +208,7 @@ class _Import:
             tensors=tuple(tensors),
             blobs=tuple(
                 OutBlob(key=key, content=place)
-                for key, place in self.like.blobs.items()
-                if key != COMMON_KEY
+                for key, place in self.like.blobs_to_pass_on().items()
             ),
             common=self._common(),
             common_in_file=self.like.common.in_file,
@@ -331,6 +347,7 @@ class _Import:
 
     def _common(self) -> dict[str, object]:
         """The common state of ``like``, with the steps that the file says; 0 for an Adam anew."""
+        require_known(self.like.common.loaded, "the common state of --like")
         value = dict(self.like.common.value)
         step = 0 if self.fresh_adam else self.foreign.step
         if step is not None:

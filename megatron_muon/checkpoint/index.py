@@ -147,7 +147,7 @@ def read_index(folder: Path) -> Index:
     try:
         return _from_metadata(metadata)
     except (AttributeError, TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: {error!r}.") from error
+        raise CheckpointError(f"{path} is damaged: {error}.") from error
 
 
 def _from_metadata(metadata: Metadata) -> Index:
@@ -163,15 +163,33 @@ def _from_metadata(metadata: Metadata) -> Index:
                 tuple(chunk.offsets): _chunk(chunk, places[key, tuple(chunk.offsets)])
                 for chunk in entry.chunks
             }
-            tensors[key] = TensorInfo(
-                key=key,
-                shape=tuple(entry.size),
-                dtype=entry.properties.dtype,
-                chunks=tuple(chunks.values()),
+            tensors[key] = _whole(
+                TensorInfo(
+                    key=key,
+                    shape=tuple(entry.size),
+                    dtype=entry.properties.dtype,
+                    chunks=tuple(chunks.values()),
+                )
             )
         else:
             blobs[key] = places[key, None]
     return Index(tensors=tensors, blobs=blobs)
+
+
+def _whole(info: TensorInfo) -> TensorInfo:
+    """Refuse a tensor whose chunks do not make it up: bytes are copied without being looked at."""
+    if not isinstance(info.dtype, torch.dtype):
+        raise ValueError(f"{info.key} has the element type {info.dtype!r}")
+    for chunk in info.chunks:
+        ends = zip(chunk.offset, chunk.end, info.shape, strict=True)
+        if any(low < 0 or low > high or high > size for low, high, size in ends):
+            raise ValueError(f"a chunk of {info.key} is not inside of it")
+    covered = sum(math.prod(chunk.shape) for chunk in info.chunks)
+    if covered != math.prod(info.shape):
+        raise ValueError(
+            f"the chunks of {info.key} hold {covered} of its {math.prod(info.shape)} elements"
+        )
+    return info
 
 
 def _chunk(chunk: ChunkStorageMetadata, place: Place) -> Chunk:
@@ -191,6 +209,8 @@ def _place(info: _StorageInfo) -> Place:
     name = str(info.relative_path)
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise CheckpointError(f"the index names a file outside of the checkpoint: {name}.")
+    if info.offset < 0 or info.length < 1:
+        raise ValueError(f"an entry of {name} has {info.length} bytes from {info.offset} on")
     return Place(file=name, start=int(info.offset), length=int(info.length))
 
 

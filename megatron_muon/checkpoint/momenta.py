@@ -57,7 +57,9 @@ def adam_convention(groups: Iterable[Mapping[str, Any]]) -> Convention:
     """That of ``exp_avg``, with β₁ of the groups."""
     for group in groups:
         if "betas" in group:
-            return Convention(kind="average", factor=float(group["betas"][0]))
+            betas = group["betas"]
+            first = betas[0] if isinstance(betas, list | tuple) and betas else betas
+            return Convention(kind="average", factor=factor_in_range(first, "Adam's first beta"))
     return Convention(kind="average", factor=0.9)
 
 
@@ -79,18 +81,23 @@ def matrix_convention(
         CheckpointError: The user's β, or what was saved, is out of range.
     """
     if heavy_ball is not None:
-        return Convention(kind="sum", factor=_in_range(heavy_ball, "--heavy-ball"))
+        return Convention(kind="sum", factor=factor_in_range(heavy_ball, "--heavy-ball"))
     if optimizer == "orth_dion":
         saved = common.argument("orth_dion_momentum", 0.95)
-        return Convention(kind="dion", factor=_in_range(saved, "orth_dion_momentum"))
+        return Convention(kind="dion", factor=factor_in_range(saved, "orth_dion_momentum"))
     for group in groups:
         if "momentum" in group:
-            return Convention(kind="average", factor=_in_range(group["momentum"], "momentum"))
+            return Convention(kind="average", factor=factor_in_range(group["momentum"], "momentum"))
     saved = common.argument("muon_momentum", 0.95)
-    return Convention(kind="average", factor=_in_range(saved, "muon_momentum"))
+    return Convention(kind="average", factor=factor_in_range(saved, "muon_momentum"))
 
 
-def _in_range(value: Any, name: str) -> float:
+def factor_in_range(value: Any, name: str) -> float:
+    """A momentum's factor.
+
+    Raises:
+        CheckpointError: It is no number in [0, 1).
+    """
     try:
         factor = float(value)
     except (TypeError, ValueError):

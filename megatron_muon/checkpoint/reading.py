@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -48,31 +48,50 @@ def find_folder(path: Path, step: int | None = None) -> Path:
                 f"{path} is a checkpoint itself, and --step {step} asks for another."
             )
         return path
-    there = sorted(entry.name for entry in path.glob("iter_*"))
-    named = f"{', '.join(there) or 'no iteration'} in {path}"
+    there = ", ".join(sorted(entry.name for entry in path.glob("iter_*")))
     if step is None:
-        tracker = path / TRACKER
         if re.fullmatch(r"iter_\d+|release", path.name):
             raise CheckpointError(
                 f"{path} is no finished checkpoint: neither .metadata nor metadata.json is in it."
             )
-        if not tracker.exists():
+        last = last_step(path)
+        if last is None:
             raise CheckpointError(
-                f"{path} holds neither .metadata nor {TRACKER}: name one of {named}."
+                f"{path} is no checkpoint, and no folder that runs save into: it holds neither "
+                f"{INDEX_FILE} nor {TRACKER}{f', but {there}: name one of them' if there else ''}."
             )
-        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
-        if text == "release":
-            return _existing(path / "release", named)
-        if not text.isdecimal():
-            raise CheckpointError(f"{tracker} holds {text[:40]!r}, which is no iteration.")
-        step = int(text)
-    return _existing(path / f"iter_{step:07d}", named)
+        if last == "release":
+            return _existing(path / "release", there)
+        step = int(last)
+    return _existing(path / f"iter_{step:07d}", there)
 
 
 def _existing(folder: Path, there: str) -> Path:
     if not folder.is_dir():
-        raise CheckpointError(f"there is no {folder.name}; of {there} name one with --step.")
+        raise CheckpointError(
+            f"there is no {folder.name} in {folder.parent}; there is {there or 'no iteration'}."
+        )
     return folder
+
+
+def last_step(root: Path) -> int | Literal["release"] | None:
+    """The iteration that a run loads from a folder, None where it does not say.
+
+    Raises:
+        CheckpointError: What it says is none.
+    """
+    tracker = root / TRACKER
+    if not tracker.exists():
+        return None
+    try:
+        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError as error:
+        raise CheckpointError(f"{tracker} cannot be read ({error.strerror or error}).") from error
+    if text == "release":
+        return "release"
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise CheckpointError(f"{tracker} holds {text[:40]!r}, which is no iteration.")
+    return int(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +233,17 @@ class Checkpoint:
         with self._window(place) as window:
             return load_torch(window, source=f"{key} in {place.file}")
 
+    def blobs_to_pass_on(self) -> dict[str, Place]:
+        """All entries but tensors and the common state.
+
+        Raises:
+            CheckpointError: One refers to what has no business in a checkpoint.
+        """
+        found = {key: place for key, place in self.blobs.items() if key != COMMON_KEY}
+        for key in found:
+            require_known(self.read_blob(key), key)
+        return found
+
     def _window(self, place: Place) -> io.BufferedReader:
         return io.BufferedReader(_Window(self.folder / place.file, place.start, place.length))
 
@@ -240,6 +270,19 @@ class Checkpoint:
         if not isinstance(value, dict):
             raise CheckpointError(f"the common state of {self.folder} is a {type(value).__name__}.")
         return CommonState(in_file=path.exists(), loaded=Loaded(value=value, inert=loaded.inert))
+
+
+def require_known(loaded: Loaded, what: str) -> None:
+    """Refuse to pass on what names functions or classes of strangers.
+
+    Raises:
+        CheckpointError: It does.
+    """
+    if loaded.foreign:
+        raise CheckpointError(
+            f"{what} refers to {loaded.foreign[0]}, which has no business in a checkpoint; it was "
+            "not run, and is not passed on."
+        )
 
 
 def _read_backend(folder: Path) -> dict[str, Any]:

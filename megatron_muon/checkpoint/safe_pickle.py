@@ -26,8 +26,23 @@ from torch.serialization import _get_layout
 
 from megatron_muon.checkpoint.errors import CheckpointError
 
-WRITTEN_AGAIN = ("megatron.", "transformer_engine.", "emerging_optimizers.", "numpy.", "signal.")
+WRITTEN_AGAIN = ("megatron.", "transformer_engine.", "emerging_optimizers.")
 """Packages whose names may stand, inert, in what is written; all others are only read."""
+
+WRITTEN_AGAIN_NAMES = frozenset(
+    {
+        "numpy.dtype",
+        "numpy.ndarray",
+        "numpy._core.multiarray._reconstruct",
+        "numpy._core.multiarray.scalar",
+        "numpy._core.numeric._frombuffer",
+        "numpy.core.multiarray._reconstruct",
+        "numpy.core.multiarray.scalar",
+        "numpy.core.numeric._frombuffer",
+        "signal.Signals",
+    }
+)
+"""Further such names: numpy has others that run text (random state holds arrays)."""
 
 PIECE = 1 << 22
 """Bytes that are read at once."""
@@ -197,6 +212,9 @@ class _Unpickler(pickle.Unpickler):
             return self._more[key]
         if key in ALLOWED:
             return ALLOWED[key]
+        # Written again as a line each: a line more in a name would be an instruction.
+        if not all(part.isidentifier() for part in f"{module}.{name}".split(".")):
+            raise pickle.UnpicklingError(f"refers to {module!r} {name!r}, which is no name")
         if key not in self.inert:
             names = {"module_name": module, "global_name": name}
             self.inert[key] = InertType(name, (Inert,), names)
@@ -248,7 +266,11 @@ class Loaded:
     @property
     def foreign(self) -> list[str]:
         """Stand-ins of packages that have no business in a checkpoint."""
-        return sorted(name for name in self.inert if not name.startswith(WRITTEN_AGAIN))
+        return sorted(
+            name
+            for name in self.inert
+            if not name.startswith(WRITTEN_AGAIN) and name not in WRITTEN_AGAIN_NAMES
+        )
 
 
 def load_pickle(

@@ -35,6 +35,17 @@ _FLAGS: Mapping[str, tuple[str, str]] = {
 }
 
 
+_MATRIX_FLAGS: Mapping[str, str] = {
+    "matrix_rule": "--matrix-rule",
+    "matrix_rules": "--matrix-rules",
+    **{dest: flag for dest, (_, flag) in _FLAGS.items() if not dest.startswith("orth_dion")},
+}
+_ORTH_DION_FLAGS: Mapping[str, str] = {
+    "right_factor_start": "--right-factor-start",
+    **{dest: flag for dest, (_, flag) in _FLAGS.items() if dest.startswith("orth_dion")},
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConvertSettings:
     """What ``convert`` is to do.
@@ -77,19 +88,60 @@ def add_matrix_flags(parser: argparse.ArgumentParser) -> None:
         "--matrix-rule", action="append", default=[], metavar="GLOB:KEY=VALUE,…", help="a rule"
     )
     group.add_argument("--matrix-rules", metavar="FILE", help="JSON list of rules")
-    group.add_argument("--matrix-min-dim", type=int, metavar="N")
-    for flag, dest in (
-        ("--muon-no-split-qkv", "muon_split_qkv"),
-        ("--matrix-no-split-gate-up", "matrix_split_gate_up"),
-        ("--matrix-no-split-mla", "matrix_split_mla"),
-        ("--matrix-no-split-ssm", "matrix_split_ssm"),
+    group.add_argument(
+        "--matrix-min-dim", type=int, metavar="N", help="matrices that are thinner go to Adam"
+    )
+    for flag, dest, what in (
+        ("--muon-no-split-qkv", "muon_split_qkv", "the fused QKV weight"),
+        ("--matrix-no-split-gate-up", "matrix_split_gate_up", "gate and up"),
+        ("--matrix-no-split-mla", "matrix_split_mla", "a projection of latent attention"),
+        ("--matrix-no-split-ssm", "matrix_split_ssm", "a packed projection of Mamba"),
     ):
-        group.add_argument(flag, action="store_false", dest=dest, default=None)
-    group.add_argument("--matrix-split-heads", action="store_true", default=None)
-    group.add_argument("--orth-dion-rank-fraction", type=float, metavar="X")
-    group.add_argument("--orth-dion-rank-multiple-of", type=int, metavar="N")
-    group.add_argument("--orth-dion-momentum", type=float, metavar="X")
-    group.add_argument("--orth-dion-state-dtype", choices=tuple(STATE_DTYPES))
+        group.add_argument(
+            flag, action="store_false", dest=dest, default=None, help=f"{what} as one matrix"
+        )
+    group.add_argument(
+        "--matrix-split-heads", action="store_true", default=None, help="a matrix for each head"
+    )
+    only = "with --to orth_dion: "
+    group.add_argument(
+        "--orth-dion-rank-fraction", type=float, metavar="X", help=f"{only}rank over smaller side"
+    )
+    group.add_argument(
+        "--orth-dion-rank-multiple-of", type=int, metavar="N", help=f"{only}rank is rounded up to"
+    )
+    group.add_argument(
+        "--orth-dion-momentum", type=float, metavar="X", help=f"{only}factor of the momentum"
+    )
+    group.add_argument(
+        "--orth-dion-state-dtype", choices=tuple(STATE_DTYPES), help=f"{only}element type of V"
+    )
+
+
+def require_meaning(options: argparse.Namespace, source: str) -> None:
+    """Refuse flags that change nothing.
+
+    Args:
+        options: Of ``convert``; a flag that was not given is None or empty.
+        source: Whose state the checkpoint holds.
+
+    Raises:
+        CheckpointError: With all such flags.
+    """
+    target = options.to
+    idle: dict[str, str] = {}
+    if target != "orth_dion":
+        idle |= _ORTH_DION_FLAGS
+    if target in ("adam", "muon"):
+        idle |= _MATRIX_FLAGS
+    if target == "adam":
+        idle["momentum_start"] = "--momentum-start"
+    found = [flag for dest, flag in idle.items() if getattr(options, dest) not in (None, [])]
+    why = f"no effect with --to {target}"
+    if not found and options.heavy_ball is not None and source == "adam":
+        found, why = ["--heavy-ball"], "no effect on Adam's moments, which are averages"
+    if found:
+        raise CheckpointError(f"{', '.join(found)} has {why}; leave it out.")
 
 
 def matrix_settings(options: argparse.Namespace, common: CommonState) -> MatrixConfig:
@@ -114,6 +166,8 @@ def matrix_settings(options: argparse.Namespace, common: CommonState) -> MatrixC
         raise CheckpointError(
             f"--orth-dion-rank-fraction is {settings.rank_fraction}; it must be in (0, 1]."
         )
+    if settings.min_dim < 1:
+        raise CheckpointError(f"--matrix-min-dim is {settings.min_dim}; it must be at least 1.")
     if settings.rank_multiple_of < 1:
         raise CheckpointError(
             f"--orth-dion-rank-multiple-of is {settings.rank_multiple_of}; it must be at least 1."
@@ -160,6 +214,6 @@ def parse_version(text: str) -> tuple[int, int]:
         argparse.ArgumentTypeError: It is no version.
     """
     match = re.match(r"(\d+)\.(\d+)", text)
-    if match is None:
+    if match is None or (int(match[1]), int(match[2])) < (0, 5):
         raise argparse.ArgumentTypeError(f"'{text}' is no version; type for example 0.19")
     return int(match[1]), int(match[2])

@@ -26,7 +26,7 @@ GROUP_KEY = "matrix_optimizer"
 
 RESHARD = (
     "load it with --optimizer adam at the layout that it was saved with, and save it with "
-    "--dist-ckpt-optim-fully-reshardable (one iteration is enough); then convert that"
+    "--dist-ckpt-optim-fully-reshardable (one iteration is enough); then take that"
 )
 
 
@@ -69,10 +69,15 @@ class SourceState:
     grad_scaler: dict[str, Any] | None
 
 
+def has_buckets(checkpoint: Checkpoint) -> bool:
+    """Whether the state is ``dp_reshardable``: flat buckets."""
+    return any(".gbuf_idx_" in key for key in checkpoint.tensors)
+
+
 def optimizer_of(checkpoint: Checkpoint) -> Optimizer:
     """Which optimizer wrote the state; told from its groups, and from its keys without them."""
     states = {known[0] for key in checkpoint.tensors if (known := split_state_key(key))}
-    if any(".gbuf_idx_" in key for key in checkpoint.tensors):
+    if has_buckets(checkpoint):
         return "adam"
     if RIGHT_FACTOR in states:
         return "orth_dion"
@@ -102,25 +107,29 @@ def _optimizers(common: CommonState) -> Iterator[dict[str, Any]]:
 
 
 def source_state(
-    checkpoint: Checkpoint, parameters: Mapping[str, Sequence[StoredParameter]]
+    checkpoint: Checkpoint,
+    parameters: Mapping[str, Sequence[StoredParameter]],
+    *,
+    may_lack: bool = False,
 ) -> SourceState:
     """Find every state of every parameter.
 
     Args:
         checkpoint: The checkpoint.
         parameters: Those of its model part, by key.
+        may_lack: Whether weights alone will do.
 
     Raises:
         CheckpointError: There is no state, or state that belongs to no parameter, or that does not
             say which element belongs to which parameter.
     """
-    if any(".gbuf_idx_" in key for key in checkpoint.tensors):
+    if has_buckets(checkpoint):
         raise CheckpointError(
             f"{checkpoint.folder} holds Adam's state as dp_reshardable, whose flat buckets do not "
             f"say which element belongs to which parameter: {RESHARD}."
         )
     kind = optimizer_of(checkpoint)
-    if kind == "none":
+    if kind == "none" and not may_lack:
         raise CheckpointError(
             f"{checkpoint.folder} holds no optimizer state to convert (it was saved with "
             "--no-save-optim, or of another optimizer)."

@@ -62,12 +62,14 @@ def write_torch_file(
     Raises:
         CheckpointError: The file exists, or cannot be written.
     """
-    if path.exists() and not overwrite:
-        raise CheckpointError(f"{path} exists; type --overwrite to replace it.")
-    if path.is_dir():
-        raise CheckpointError(f"{path} is a folder; name a file.")
+    if path.suffix == ".safetensors":
+        raise CheckpointError(f"{path} would be a file of torch.save; name it .pt.")
     staging = path.with_name(f".{path.name}.writing.{os.getpid()}")
     try:
+        if path.is_dir():
+            raise CheckpointError(f"{path} is a folder; name a file.")
+        if path.exists() and not overwrite:
+            raise CheckpointError(f"{path} exists; type --overwrite to replace it.")
         _write(staging, content, progress)
         staging.replace(path)
     except OSError as error:

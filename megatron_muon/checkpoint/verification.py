@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from megatron_muon.checkpoint.errors import CheckpointError
 from megatron_muon.checkpoint.names import (
     MASTER,
     MASTER_OF_ADAM,
@@ -16,7 +18,7 @@ from megatron_muon.checkpoint.names import (
 )
 from megatron_muon.checkpoint.parameters import model_tensors, stored_parameters
 from megatron_muon.checkpoint.reading import Checkpoint
-from megatron_muon.checkpoint.source_state import Location
+from megatron_muon.checkpoint.source_state import RESHARD, Location, has_buckets
 
 HELP = "compare the values of two checkpoints, tensor by tensor, whatever their layouts"
 PARTS = ("all", "weights", "optimizer")
@@ -41,13 +43,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print a table of differences; 1 when there is any."""
+    tolerance = options.tolerance
+    if not 0.0 <= tolerance < math.inf:
+        raise CheckpointError(f"--tolerance is {tolerance}; it must be at least 0.")
     first = Checkpoint(options.first, options.first_step)
     second = Checkpoint(options.second, options.second_step)
     compared, differences = 0, []
-    for name, difference in compare(first, second, options.tolerance, part=options.part):
+    for name, difference in compare(first, second, tolerance, part=options.part):
         compared += 1
         if difference is not None:
             differences.append((name, difference))
+    if not compared:
+        raise CheckpointError(
+            f"neither {first.folder} nor {second.folder} holds any {options.part}: there is "
+            "nothing to compare."
+        )
     if not differences:
         print(f"{compared} tensors compared: equal")
         return 0
@@ -74,6 +84,13 @@ def compare(
         tolerance: Largest difference allowed, over the largest value of the tensor.
         part: ``weights``, ``optimizer`` or ``all``.
     """
+    if part != "weights" and has_buckets(first) != has_buckets(second):
+        one = first if has_buckets(first) else second
+        raise CheckpointError(
+            f"{one.folder} holds Adam's state as dp_reshardable, whose flat buckets do not say "
+            "which element belongs to which parameter, and the other one does not: type --part "
+            f"weights, or {RESHARD}."
+        )
     ours, theirs = _entries(first, part), _entries(second, part)
     for name in sorted(ours.keys() | theirs.keys()):
         if name not in theirs:
@@ -137,8 +154,12 @@ def _difference(
     unlike = ~((a == b) | (a.isnan() & b.isnan()))
     if not unlike.any():
         return None
+    finite = a.isfinite() & b.isfinite()
+    odd = int((unlike & ~finite).sum())
+    if odd:
+        return f"{odd} elements are inf or nan in one of them"
     apart = float((a - b)[unlike].abs().max())
-    size = float(a[unlike].abs().max()) if not tolerance else float(a.abs().max())
-    if tolerance and apart <= tolerance * size:
+    largest = float(a[finite].abs().max())
+    if apart <= tolerance * largest:
         return None
-    return f"largest difference {apart:.3g} (largest value {float(a.abs().max()):.3g})"
+    return f"largest difference {apart:.3g} (largest value {largest:.3g})"

@@ -89,7 +89,7 @@ def write_tracker(root: Path, step: int) -> None:
 @contextmanager
 def _beside(folder: Path, source: Checkpoint | None, overwrite: bool) -> Iterator[Path]:
     """A new folder beside another, gone at the end unless it was renamed."""
-    _check_target(folder, source, overwrite)
+    check_target(folder, source, overwrite=overwrite)
     made = [parent for parent in folder.parents if not parent.exists()]
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = folder.with_name(f".{folder.name}.writing.{os.getpid()}")
@@ -104,8 +104,17 @@ def _beside(folder: Path, source: Checkpoint | None, overwrite: bool) -> Iterato
                     parent.rmdir()
 
 
-def _check_target(folder: Path, source: Checkpoint | None, overwrite: bool) -> None:
-    """Nothing but a checkpoint is ever replaced, and nothing of the source."""
+def check_target(folder: Path, source: Checkpoint | None, *, overwrite: bool) -> None:
+    """Nothing but a checkpoint is ever replaced, and nothing of the source.
+
+    Args:
+        folder: The folder of the iteration that is to be written.
+        source: The checkpoint that it is made from.
+        overwrite: Whether a checkpoint that is there may be replaced.
+
+    Raises:
+        CheckpointError: It cannot be written there.
+    """
     if source is not None:
         own, target = source.folder.resolve(), folder.resolve()
         if own == target:
@@ -113,6 +122,14 @@ def _check_target(folder: Path, source: Checkpoint | None, overwrite: bool) -> N
         if own in target.parents or target in own.parents:
             where = "is inside the source" if own in target.parents else "holds the source"
             raise CheckpointError(f"{folder} {where} {source.folder}; name another folder.")
+    for parent in folder.parents:
+        if parent.exists() and not parent.is_dir():
+            raise CheckpointError(f"{parent} is a file; name a folder.")
+        if (parent / INDEX_FILE).exists():
+            raise CheckpointError(
+                f"{parent} is a checkpoint itself; name the folder that runs save into and load "
+                "from."
+            )
     if not os.path.lexists(folder):
         return
     if not overwrite:
@@ -120,18 +137,26 @@ def _check_target(folder: Path, source: Checkpoint | None, overwrite: bool) -> N
     if folder.is_symlink() or not folder.is_dir():
         kind = "a symbolic link" if folder.is_symlink() else "a file"
         raise CheckpointError(f"{folder} is {kind}, which is not replaced; name another folder.")
-    strange = [] if (folder / INDEX_FILE).exists() else [p for p in folder.iterdir() if _foreign(p)]
+    strange = sorted(path.name for path in folder.iterdir() if _is_foreign(path))
     if strange:
         raise CheckpointError(
-            f"{folder} is no checkpoint (it has no {INDEX_FILE}, and holds {min(strange).name}), "
-            "and is not replaced; name another folder, or remove it."
+            f"{folder} holds {strange[0]}, which is of no checkpoint, and is not replaced; move it "
+            "away, or name another folder."
         )
 
 
-def _foreign(path: Path) -> bool:
-    """Whether this is nothing that a save leaves behind that was not finished."""
-    known = (COMMON_FILE, BACKEND_FILE, MANIFEST_FILE)
-    return path.suffix not in (".distcp", ".tmp") and path.name not in known
+def _is_foreign(path: Path) -> bool:
+    """Whether this is nothing that a save writes, finished or not."""
+    known = (INDEX_FILE, COMMON_FILE, BACKEND_FILE, MANIFEST_FILE)
+    return path.is_dir() or (path.suffix not in (".distcp", ".tmp") and path.name not in known)
+
+
+def left_behind(folder: Path) -> list[Path]:
+    """What runs that were killed, or others under way, have beside a folder that was written."""
+    if not folder.parent.is_dir():
+        return []
+    pattern = f".{folder.name}.*.[0-9]*"
+    return sorted(p for p in folder.parent.glob(pattern) if not p.name.endswith(f".{os.getpid()}"))
 
 
 def _take_name(staging: Path, folder: Path) -> None:

@@ -20,7 +20,7 @@ import torch
 from megatron_muon.checkpoint import data_files
 from megatron_muon.checkpoint.errors import CheckpointError
 from megatron_muon.checkpoint.reading import Checkpoint
-from megatron_muon.checkpoint.writing import write_checkpoint, write_tracker
+from megatron_muon.checkpoint.writing import left_behind, write_checkpoint, write_tracker
 from tests.unit.checkpoint.small_output import WHOLE, names_in, output
 
 ROOT = Path(__file__).parents[3]
@@ -58,7 +58,7 @@ def _holds_something_else(folder: Path) -> None:
     [
         (_is_a_file, "is a file, which is not replaced; name another"),
         (_is_a_link, "is a symbolic link, which is not replaced; name another"),
-        (_holds_something_else, "is no checkpoint .* holds thesis.* not replaced; name another"),
+        (_holds_something_else, "holds thesis, which is of no checkpoint, and is not replaced"),
     ],
 )
 def test_only_a_checkpoint_is_ever_replaced(
@@ -201,5 +201,44 @@ def test_a_terminated_run_leaves_nothing(
         assert process.wait(timeout=30) == 130
         assert process.stderr is not None and process.stderr.read() == b""
     assert names_in(tmp_path) == []
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    assert not _is_alive(process.pid)
+
+
+def _is_alive(group: int) -> bool:
+    """Whether a process group has a process left."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.slow
+def test_processes_end_with_their_parent(tmp_path: Path) -> None:
+    """A parent that is killed leaves its files, but nobody at work on them."""
+    folder = tmp_path / "run" / "iter_0000003"
+    code = _TERMINATED.format(root=str(ROOT), folder=str(folder), failure="sleeps", workers=2)
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as process:
+        end = time.monotonic() + 60
+        while len(list(folder.parent.glob(".iter*/*.distcp"))) < 2:
+            assert time.monotonic() < end, "it never began"
+            time.sleep(0.05)
+        process.kill()
+    while _is_alive(process.pid):
+        assert time.monotonic() < end, "processes are left"
+        time.sleep(0.1)
+    assert not folder.exists()
+    (left,) = left_behind(folder)
+    assert left.name == f".iter_0000003.writing.{process.pid}"
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_run(tmp_path: Path) -> None:
+    """As by want of memory; also with the command line's handlers of signals in force."""
+    folder = tmp_path / "run" / "iter_0000003"
+    code = _TERMINATED.format(root=str(ROOT), folder=str(folder), failure="dies", workers=2)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "a process that wrote" in ended.stderr and "KeyboardInterrupt" not in ended.stderr
+    assert names_in(tmp_path) == []

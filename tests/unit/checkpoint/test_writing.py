@@ -75,7 +75,7 @@ def test_a_copy_of_bytes_is_the_same(written: Path, tmp_path: Path) -> None:
 def test_a_folder_of_a_run_leads_to_its_last_iteration(written: Path) -> None:
     assert Checkpoint(written.parent).folder == written
     assert Checkpoint(written.parent, 3).folder == written
-    with pytest.raises(CheckpointError, match=r"no iter_0000004; of iter_0000003 in .* --step"):
+    with pytest.raises(CheckpointError, match=r"no iter_0000004 in .*; there is iter_0000003"):
         Checkpoint(written.parent, 4)
 
 

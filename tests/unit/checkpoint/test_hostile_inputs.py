@@ -1,0 +1,371 @@
+"""What no run has written: every such input ends in one sentence, and changes nothing."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import math
+import os
+import pickle
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon.checkpoint import __main__ as command_line
+from megatron_muon.checkpoint.convert_command import write_output
+from megatron_muon.checkpoint.errors import CheckpointError
+from megatron_muon.checkpoint.foreign import read_foreign, read_names
+from megatron_muon.checkpoint.reading import Checkpoint
+from megatron_muon.checkpoint.safe_pickle import load_pickle
+from megatron_muon.checkpoint.settings import TARGETS, parse_version, require_meaning
+from megatron_muon.checkpoint.torch_files import read_torch_file, write_torch_file
+from megatron_muon.checkpoint.verification import compare
+from megatron_muon.checkpoint.writing import check_target, write_checkpoint, write_tracker
+from tests.unit.checkpoint.small_output import WHOLE, output
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+# ---- plain files ------------------------------------------------------------------------------
+
+PLAIN: dict[str, Any] = {
+    "format": "megatron_muon plain 1",
+    "step": 3,
+    "momentum": {"kind": "average", "factor": 0.9},
+    "model": {"a": torch.ones(2, 2)},
+    "state": {"a": {"momentum_buffer": torch.ones(2, 2)}},
+}
+
+
+def _state(value: object) -> dict[str, Any]:
+    return {"state": {"a": {"momentum_buffer": value}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model": {"a": [1.0]}}, "a is a list in"),
+        ({"model": {"a": None}}, "a is a NoneType in"),
+        ({"model": {"a": torch.ones(2, 2).to_sparse()}}, r"a is a torch.sparse_coo or quantized"),
+        (_state(3.0), "momentum_buffer of a is a float in"),
+        (_state(torch.ones(2, device="meta")), "momentum_buffer of a is a meta tensor in"),
+        ({"state": {"a": {"bogus": torch.ones(2)}}}, "has the state bogus of a, which is none of"),
+        ({"state": {"a": {5: torch.ones(2)}}}, "has the state 5 of a"),
+        ({"momentum": "average"}, "says that its momentum is 'average'"),
+        ({"momentum": {"kind": "mean", "factor": 0.9}}, "says that its momentum is"),
+        ({"momentum": {"kind": "sum"}}, r"the factor is None; .* in \[0, 1\)"),
+        ({"momentum": {"kind": "sum", "factor": math.nan}}, r"the factor is nan; .* in \[0, 1\)"),
+        ({"momentum": {"kind": "sum", "factor": 1.0}}, r"the factor is 1.0; .* in \[0, 1\)"),
+        ({"step": "abc"}, "says step 'abc'"),
+        ({"step": -7}, "says step -7"),
+        ({"step": math.nan}, "says step nan"),
+        ({"step": torch.ones(2)}, "says step tensor"),
+    ],
+)
+def test_a_plain_file_is_checked(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    torch.save(PLAIN, tmp_path / "right.pt")
+    found = read_foreign(tmp_path / "right.pt")
+    assert found.names == {"a"} and found.step == 3
+    torch.save(PLAIN | change, tmp_path / "wrong.pt")
+    with pytest.raises(CheckpointError, match=said):
+        read_foreign(tmp_path / "wrong.pt")
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ([None], "has a group of parameters that does not list them"),
+        ([{"momentum": 0.9}], "has a group of parameters that does not list them"),
+        ([{"params": [[0]], "momentum": 0.9}], "has a group of parameters that does not list them"),
+        ([{"params": [0, 1, 2, 3], "momentum": 0.9}], "has 2 names, and .* has parameter 3"),
+        ([{"params": [0, -1], "momentum": 0.9}], "has 2 names, and .* has parameter 0"),
+        ([{"params": [0], "momentum": 0.9}], "has 2 names, and .* has 1 parameters"),
+    ],
+)
+def test_numbers_have_one_name_each(tmp_path: Path, groups: list[Any], said: str) -> None:
+    (tmp_path / "names").write_text("a\nb\n")
+    names = read_names(tmp_path / "names")
+    state = {"state": {0: {"momentum_buffer": torch.ones(2, 2)}}, "param_groups": groups}
+    torch.save(state | {"param_groups": [{"params": [0, 1], "momentum": 0.9}]}, tmp_path / "right")
+    assert read_foreign(tmp_path / "right", names=names).names == {"a"}
+    torch.save(state, tmp_path / "wrong")
+    with pytest.raises(CheckpointError, match=said):
+        read_foreign(tmp_path / "wrong", names=names)
+
+
+def test_a_file_of_torch_is_not_named_otherwise(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"name it \.pt"):
+        write_torch_file(tmp_path / "a.safetensors", {}, overwrite=False)
+    with pytest.raises(CheckpointError, match="is a folder; name a file"):
+        write_torch_file(tmp_path, {}, overwrite=False)
+    with pytest.raises(CheckpointError, match=r"cannot be written .*too long"):
+        write_torch_file(tmp_path / ("x" * 300), {}, overwrite=False)
+
+
+# ---- pickles ----------------------------------------------------------------------------------
+
+
+def test_a_name_with_a_line_in_it_is_refused() -> None:
+    """Names are written again a line each: the second line would be an instruction."""
+    module = "numpy.linalg\nnorm\n0cposix\nsystem\n(Vtrue\ntR0cargparse"
+    pickled = io.BytesIO()
+    writer = pickle._Pickler(pickled, protocol=4)  # type: ignore[attr-defined]
+    writer.write(pickle.PROTO + b"\x04")
+    writer.save(module)
+    writer.save("Namespace")
+    writer.write(pickle.STACK_GLOBAL + pickle.STOP)
+    pickled.seek(0)
+    with pytest.raises(CheckpointError, match="which is no name"):
+        load_pickle(pickled, source="x")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "is_foreign"),
+    [
+        ("numpy._core.multiarray", "_reconstruct", False),
+        ("numpy", "dtype", False),
+        ("megatron.core.transformer.enums", "AttnBackend", False),
+        ("numpy.testing._private.utils", "runstring", True),
+        ("numpy", "load", True),
+        ("signal", "raise_signal", True),
+    ],
+)
+def test_of_numpy_only_arrays_are_passed_on(module: str, name: str, is_foreign: bool) -> None:
+    found = load_pickle(io.BytesIO(f"c{module}\n{name}\n.".encode()), source="x")
+    assert found.foreign == ([f"{module}.{name}"] if is_foreign else [])
+
+
+# ---- the index --------------------------------------------------------------------------------
+
+
+def _lose_a_chunk(entry: Any) -> None:
+    entry.chunks = entry.chunks[:-1]
+
+
+def _lose_all_chunks(entry: Any) -> None:
+    entry.chunks = []
+
+
+def _grow(entry: Any) -> None:
+    entry.size = torch.Size((300, 7))
+
+
+def _lengthen_a_chunk(entry: Any) -> None:
+    entry.chunks[2].sizes = torch.Size((4, 7))
+
+
+def _name_a_type(entry: Any) -> None:
+    object.__setattr__(entry.properties, "dtype", "float")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_lose_a_chunk, "hold 21 of its 35 elements"),
+        (_lose_all_chunks, "hold 0 of its 35 elements"),
+        (_grow, "hold 35 of its 2100 elements"),
+        (_lengthen_a_chunk, "a chunk of a is not inside of it"),
+        (_name_a_type, "a has the element type 'float'"),
+    ],
+)
+def test_chunks_make_up_their_tensor(
+    written: Path, change: Callable[[Any], None], said: str
+) -> None:
+    """Also where they are only copied."""
+    path = written / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    change(metadata.state_dict_metadata["a"])
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=f"is damaged: .*{said}"):
+        Checkpoint(written)
+
+
+# ---- verify -----------------------------------------------------------------------------------
+
+
+def _with_first(folder: Path, value: float) -> Checkpoint:
+    whole = WHOLE.clone()
+    whole[0, 0] = value
+    changed = output()
+    for chunk in changed.tensors[0].chunks:
+        object.__setattr__(chunk.value, "tensor", lambda *_, c=chunk: _rows(whole, c))
+    write_checkpoint(folder, changed)
+    return Checkpoint(folder)
+
+
+def _rows(whole: torch.Tensor, chunk: Any) -> torch.Tensor:
+    return whole[chunk.offset[0] : chunk.offset[0] + chunk.shape[0]]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_equal"),
+    [
+        (math.inf, 1.0, False),
+        (1.0, math.inf, False),
+        (math.inf, -math.inf, False),
+        (math.nan, 1.0, False),
+        (math.inf, math.inf, True),
+        (math.nan, math.nan, True),
+        (1.0, 1.05, True),
+    ],
+)
+def test_no_tolerance_covers_inf(tmp_path: Path, one: float, other: float, is_equal: bool) -> None:
+    first, second = _with_first(tmp_path / "1", one), _with_first(tmp_path / "2", other)
+    assert (dict(compare(first, second, 0.1))["a"] is None) is is_equal
+
+
+@pytest.mark.parametrize("value", ["-1", "nan", "inf"])
+def test_a_tolerance_is_a_number(
+    written: Path, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    arguments = ["verify", str(written), str(written)]
+    assert command_line.main(arguments) == 0
+    assert command_line.main([*arguments, f"--tolerance={value}"]) == 2
+    assert f"--tolerance is {float(value)}; it must be" in capsys.readouterr().err
+
+
+def test_nothing_is_not_equal(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["verify", str(written), str(written), "--part", "optimizer"]) == 2
+    assert "there is nothing to compare" in capsys.readouterr().err
+
+
+# ---- targets ----------------------------------------------------------------------------------
+
+
+def _options(target: Path, **changes: Any) -> argparse.Namespace:
+    values = {"target": target, "overwrite": False, "dry_run": False, "workers": 1}
+    return argparse.Namespace(**(values | changes))
+
+
+def test_the_tracker_does_not_go_back(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, source = tmp_path / "other", Checkpoint(written)
+    root.mkdir()
+    for before, after in ((None, "3"), (2, "3"), (3, "3"), (7, "7")):
+        if before is not None:
+            write_tracker(root, before)
+        assert write_output(output(), _options(root, overwrite=True), source) == 0
+        assert (root / TRACKER).read_text() == after
+    assert "was left as it is, at 7; load with --ckpt-step 3" in capsys.readouterr().out
+
+
+def test_no_checkpoint_goes_into_another(written: Path) -> None:
+    with pytest.raises(CheckpointError, match="is a checkpoint itself; name the folder that runs"):
+        check_target(written / "iter_0000003", None, overwrite=True)
+    with pytest.raises(CheckpointError, match="is a file; name a folder"):
+        check_target(written / "__0_0.distcp" / "iter_0000003", None, overwrite=True)
+
+
+def _elsewhere(written: Path) -> Checkpoint:
+    """The same checkpoint at another place."""
+    shutil.copytree(written.parent, written.parent.with_name("elsewhere"))
+    return Checkpoint(written.parent.with_name("elsewhere"))
+
+
+def test_a_dry_run_tells_that_the_target_is_there(written: Path) -> None:
+    with pytest.raises(CheckpointError, match="exists; type --overwrite"):
+        write_output(output(), _options(written.parent, dry_run=True), _elsewhere(written))
+
+
+@pytest.mark.parametrize("iteration", [-5, True, "3", None])
+def test_an_iteration_is_a_number(written: Path, iteration: object) -> None:
+    plan = output()
+    plan.common["iteration"] = iteration
+    with pytest.raises(CheckpointError, match="says iteration"):
+        write_output(plan, _options(written / "new"), Checkpoint(written))
+
+
+def test_a_disk_that_is_full_anywhere_is_told(tmp_path: Path) -> None:
+    """Also where torch writes, and tells of it in words of its own."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    write_checkpoint(tmp_path / "whole", output())
+    size = (tmp_path / "whole" / "__0_0.distcp").stat().st_size
+    for limit in range(1, size, 97):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            with pytest.raises(CheckpointError, match="File too large"):
+                write_checkpoint(tmp_path / "part", output())
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert not (tmp_path / "part").exists()
+
+
+# ---- the command line -------------------------------------------------------------------------
+
+
+def test_what_nobody_thought_of_is_one_sentence(
+    written: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(options: argparse.Namespace) -> int:
+        raise ZeroDivisionError("division\nby zero")
+
+    monkeypatch.setattr(command_line.COMMANDS["inspect"], "run", fails)
+    monkeypatch.delenv(command_line.TRACEBACK, raising=False)
+    assert command_line.main(["inspect", str(written)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot make sense" in line and "(ZeroDivisionError: division)" in line
+    monkeypatch.setenv(command_line.TRACEBACK, "1")
+    with pytest.raises(ZeroDivisionError):
+        command_line.main(["inspect", str(written)])
+
+
+def _convert(*flags: str) -> argparse.Namespace:
+    return command_line.parser().parse_args(["convert", "a", "b", *flags])
+
+
+@pytest.mark.parametrize(
+    ("target", "flags", "said"),
+    [
+        ("dmuon", ["--orth-dion-rank-fraction", "0.5"], "--orth-dion-rank-fraction"),
+        ("dmuon", ["--right-factor-start", "seeded"], "--right-factor-start"),
+        ("adam", ["--momentum-start", "zero"], "--momentum-start"),
+        (
+            "adam",
+            ["--matrix-min-dim", "4", "--matrix-split-heads"],
+            "--matrix-split-heads, --matrix-min-dim",
+        ),
+        ("muon", ["--matrix-rule", "*:optimizer=adam"], "--matrix-rule"),
+        ("dmuon", ["--heavy-ball", "0.9"], "--heavy-ball"),
+    ],
+)
+def test_flags_that_change_nothing_are_refused(target: str, flags: list[str], said: str) -> None:
+    for each in TARGETS:
+        require_meaning(_convert("--to", each), "adam")
+    with pytest.raises(CheckpointError, match=f"^{said}.* has no effect .*; leave it out"):
+        require_meaning(_convert("--to", target, *flags), "adam")
+    require_meaning(_convert("--to", "dmuon", "--heavy-ball", "0.9"), "muon")
+
+
+@pytest.mark.parametrize("text", ["new", "0", "0.4"])
+def test_a_version_is_one_that_there_was(text: str) -> None:
+    assert parse_version("0.18.1") == (0, 18)
+    with pytest.raises(argparse.ArgumentTypeError, match="type for example"):
+        parse_version(text)
+
+
+def test_a_folder_without_checkpoints_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no folder that runs save into.*iteration\.txt\."):
+        Checkpoint(tmp_path)
+    (tmp_path / "iter_0000003").mkdir()
+    with pytest.raises(CheckpointError, match=r"but iter_0000003: name one of them"):
+        Checkpoint(tmp_path)
+    for text in ("9" * 5000, "-1", "", "three"):
+        (tmp_path / TRACKER).write_text(text)
+        with pytest.raises(CheckpointError, match="which is no iteration"):
+            Checkpoint(tmp_path)
+    (tmp_path / TRACKER).unlink()
+    (tmp_path / TRACKER).mkdir()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Checkpoint(tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_torch_file(tmp_path / "nothing.pt")
+    assert os.listdir(tmp_path) == []
