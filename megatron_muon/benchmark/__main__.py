@@ -63,6 +63,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.cost_table is not None:
         return _write_costs(parser, options)
+    if options.cost_shapes is not None:
+        parser.error("--cost-shapes has no effect without --cost-table FILE")
     if options.device == "cuda" and torch.cuda.device_count() < RANKS:
         parser.error(f"--device cuda needs {RANKS} devices, found {torch.cuda.device_count()}")
     _prepare(options.device)
@@ -84,10 +86,10 @@ def _write_costs(parser: argparse.ArgumentParser, options: argparse.Namespace) -
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.cost_steps < 1:
         parser.error(f"--cost-steps is {options.cost_steps}; it must be >= 1")
-    if not options.cost_table.parent.is_dir():
-        parser.error(f"--cost-table {options.cost_table}: its folder does not exist")
+    if not options.cost_table.parent.is_dir() or options.cost_table.is_dir():
+        parser.error(f"--cost-table {options.cost_table} is no file in a folder that exists")
     try:
-        shapes = parse_shapes(options.cost_shapes) if options.cost_shapes else None
+        shapes = None if options.cost_shapes is None else parse_shapes(options.cost_shapes)
     except ValueError as error:
         parser.error(f"--cost-shapes: {error}")
     dtype = options.cost_dtype or ("bfloat16" if device.type == "cuda" else "float32")

@@ -304,7 +304,7 @@ class _Conversion:
 
     def _notes(self) -> Iterator[str]:
         if self.zeros:
-            yield f"{len(self.zeros)} states have no source and start at zero:"
+            yield f"{len(self.zeros)} states start at zero:"
             yield from (f"  {entry}" for entry in self.zeros)
         if self.fresh_adam:
             yield (

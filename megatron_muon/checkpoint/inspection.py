@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_muon.checkpoint.errors import CheckpointError
 from megatron_muon.checkpoint.index import TensorInfo
-from megatron_muon.checkpoint.manifest import manifest_problems
+from megatron_muon.checkpoint.manifest import MANIFEST_FILE, manifest_problems
 from megatron_muon.checkpoint.names import split_state_key
 from megatron_muon.checkpoint.reading import COMMON_FILE, Checkpoint, CommonState
 from megatron_muon.checkpoint.safe_pickle import Inert
@@ -49,7 +49,11 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(found, indent=1, default=_plain))
     else:
         print("\n".join(_lines(found)))
-        print(*(f"damaged: {problem}" for problem in problems), sep="\n", end="")
+        for problem in problems:
+            print(f"damaged: {problem}")
+        if options.hashes and not problems:
+            has_some = (checkpoint.folder / MANIFEST_FILE).exists()
+            print("all files are as the manifest says" if has_some else "there is no manifest")
     return 1 if problems else 0
 
 

@@ -71,6 +71,16 @@ def stray_flag_problems(args: Any) -> list[str]:
             problems += [
                 _sentence(flag, chosen, f"--optimizer {optimizer}") for flag in _given(args, flags)
             ]
+    split_from = "--dmuon-split-min-gflop"
+    if (
+        chosen == "dmuon"
+        and args.dmuon_split_ranks == 1
+        and _given(args, {split_from: MatrixConfig.split_min_gflop})
+    ):
+        problems.append(
+            f"{split_from} has no effect without --dmuon-split-ranks: remove it or type "
+            "--dmuon-split-ranks 8"
+        )
     if chosen == "orth_dion":
         problems += [
             _sentence(flag, chosen, "--optimizer dmuon") for flag in _given(args, MUON_DEFAULTS)

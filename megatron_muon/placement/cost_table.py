@@ -103,7 +103,7 @@ def load_cost_table(path: str | Path) -> CostTable:
         raise ValueError(f"--dmuon-cost-table {path} is no JSON ({error}): {again}") from error
     try:
         return _table(content)
-    except (KeyError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(
             f"--dmuon-cost-table {path} is no table of costs ({error}): {again}"
         ) from error
@@ -112,6 +112,9 @@ def load_cost_table(path: str | Path) -> CostTable:
 def _table(content: Any) -> CostTable:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"its format is not '{FORMAT}'")
+    missing = [key for key in ("device", "dtype", "steps", "measured") if key not in content]
+    if missing:
+        raise ValueError(f"it lacks {', '.join(missing)}")
     measured = tuple(sorted(_entry(values) for values in content["measured"]))
     if not measured:
         raise ValueError("it has no measurement")

@@ -28,6 +28,9 @@ MOE = (
 )
 MTP = ("--mtp-num-layers", "1")
 RANK = ("--orth-dion-rank-fraction", "0.5")
+OF: dict[str, Flags] = {"orth_dion": RANK}
+"""Flags of ``convert`` for a target."""
+
 STEPS = 2
 """Of every run that saves a source."""
 

@@ -2,145 +2,34 @@
 
 from __future__ import annotations
 
-import resource
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from megatron_muon.checkpoint.__main__ import main
 from megatron_muon.checkpoint.reading import Checkpoint
 from megatron_muon.checkpoint.source_state import param_groups
-from tests.distributed.pretraining import VOCAB, pretrain
-from tests.distributed.test_pretrain import DMUON, ORTH_DION
-from tests.reference.muon import gate_up_parts, unit_parts
-from tests.tiny_gpt import gather_full
-
-Ranks = Callable[..., list[Any]]
-Tensors = dict[str, torch.Tensor]
-
-EXPERTS = (
-    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "40"),
-    *("--moe-router-load-balancing-type", "none", "--moe-token-dispatcher-type", "alltoall"),
-    *("--expert-model-parallel-size", "2"),
+from tests.distributed.interchange import (
+    FFN,
+    GROUPS,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    Ranks,
+    Runs,
+    Saved,
+    as_stored,
+    exported,
+    like,
+    same,
+    tool,
+    trained,
+    unpadded,
 )
-# The vocabulary of 62 is padded to 64.
-PADDED = ("--vocab-size", "62", "--make-vocab-size-divisible-by", "32")
-MORE = {"dense": PADDED, "experts": EXPERTS, "no padding": ()}
-HEADS, GROUPS, HIDDEN, FFN = 4, 2, 32, 48
-HEAD_DIM = HIDDEN // HEADS
-
-
-def trained(rank: int, *args: Any) -> tuple[list[float], Tensors]:
-    """Losses, and the whole weights of this rank's part of the model at the end."""
-    import megatron_muon
-
-    megatron_muon.install()
-    from megatron.training import training
-
-    built = []
-    original = training.get_megatron_optimizer
-
-    def remembers(*positional: Any, **named: Any) -> Any:
-        built.append(original(*positional, **named))
-        return built[-1]
-
-    training.get_megatron_optimizer = remembers
-    losses = pretrain(rank, *args)
-    found: Tensors = {}
-    for chunk in built[0].model_chunks:
-        found |= gather_full(chunk)
-    return losses, found
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A run of two iterations: where it is, and its weights by Megatron's names."""
-
-    folder: Path
-    weights: Tensors
-    flags: tuple[str, ...]
-
-
-Runs = Callable[[str, str], tuple[Saved, Saved]]
-
-
-@pytest.fixture(scope="module")
-def runs(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """(a run, one like it of another seed) of a model and an optimizer."""
-    made: dict[tuple[str, str], tuple[Saved, Saved]] = {}
-
-    def run(model: str, optimizer: str) -> tuple[Saved, Saved]:
-        if (model, optimizer) not in made:
-            flags = (*(DMUON if optimizer == "dmuon" else ORTH_DION), *MORE[model])
-            both = []
-            for seed in ("1", "2"):
-                folder = tmp_path_factory.mktemp("saved")
-                more = (*flags, "--seed", seed)
-                tp, pp = (1, 1) if model == "experts" else (2, 1)
-                results = ranks(
-                    2, trained, folder, folder, tp, pp, 2, more, init_process_group=False
-                )
-                weights = {n: t for _, held in results for n, t in held.items()}
-                both.append(Saved(folder=folder, weights=weights, flags=flags))
-            made[model, optimizer] = (both[0], both[1])
-        return made[model, optimizer]
-
-    return run
-
-
-def rows_of(saved: Saved) -> tuple[str, ...]:
-    """Flags that leave out the padding of the vocabulary."""
-    return ("--vocab-size", "62") if "32" in saved.flags else ()
-
-
-def like(saved: Saved) -> tuple[object, ...]:
-    """Flags that give an import the form of a checkpoint."""
-    return ("--like", saved.folder, *rows_of(saved))
-
-
-def tool(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
-
-
-def exported(saved: Saved, path: Path, *flags: str) -> dict[str, Any]:
-    assert tool("export", saved.folder, path, *rows_of(saved), *flags) == 0
-    content: dict[str, Any] = torch.load(path, weights_only=True)
-    return content
-
-
-def unpadded(weights: Mapping[str, torch.Tensor]) -> Tensors:
-    rows = 62
-    return {
-        name: tensor[:rows] if "word_embeddings" in name or "output_layer" in name else tensor
-        for name, tensor in weights.items()
-    }
-
-
-def as_stored(weights: Mapping[str, torch.Tensor]) -> Tensors:
-    """Names as in Megatron's checkpoints: norms belong to the linear layers after them."""
-    fused = {
-        ".input_layernorm.weight": ".self_attention.linear_qkv.layer_norm_weight",
-        ".pre_mlp_layernorm.weight": ".mlp.linear_fc1.layer_norm_weight",
-    }
-    found = {}
-    for name, tensor in weights.items():
-        for plain, stored in fused.items():
-            name = name.replace(plain, stored)
-        found[name] = tensor
-    return found
-
-
-def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
-
+from tests.distributed.pretraining import VOCAB
+from tests.distributed.test_pretrain import DMUON
+from tests.reference.muon import gate_up_parts, unit_parts
 
 # ---- weights and states by name ---------------------------------------------------------------
 
@@ -425,133 +314,6 @@ def test_a_checkpoint_of_another_optimizer_tells_what_it_has_no_place_for(
     assert "multiplied by" in said and "0 states" not in said
 
 
-# ---- what is wrong ----------------------------------------------------------------------------
-
-
-def _rename(content: dict[str, Any]) -> Any:
-    content["model"]["model.layers.0.nothing.weight"] = torch.zeros(2)
-    return content
-
-
-def _lose(content: dict[str, Any]) -> Any:
-    del content["model"]["model.layers.1.mlp.up_proj.weight"]
-    return content
-
-
-def _reshape(content: dict[str, Any]) -> Any:
-    content["model"]["lm_head.weight"] = torch.zeros(61, HIDDEN)
-    return content
-
-
-def _integers(content: dict[str, Any]) -> Any:
-    name = "model.norm.weight"
-    content["state"][name]["exp_avg"] = torch.zeros(HIDDEN, dtype=torch.int32)
-    return content
-
-
-def _objects(content: dict[str, Any]) -> Any:
-    return {"model": torch.nn.Linear(2, 2)}
-
-
-def _other_fields(content: dict[str, Any]) -> Any:
-    state = {"state": {"model.norm.weight": {"sum": torch.zeros(HIDDEN)}}}
-    return {**state, "param_groups": [{"params": ["model.norm.weight"]}]}
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (_rename, "has model.layers.0.nothing.weight, which"),
-        (_lose, "lacks the weight model.layers.1.mlp.up_proj.weight; type --partial"),
-        (_reshape, "lm_head.weight has shape (61, 32) in"),
-        (_integers, "exp_avg of model.norm.weight has element type torch.int32"),
-        (_objects, "holds more than tensors and plain values, which is not loaded"),
-        (_other_fields, "the state of model.norm.weight has the fields sum, which are those of no"),
-        (lambda _: [1, 2], "holds a list where a dict belongs"),
-        (lambda _: {"a": 1}, "holds neither weights nor the state dict of an optimizer"),
-    ],
-)
-def test_a_wrong_file_is_told_by_a_sentence(
-    runs: Runs,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    damage: Callable[[dict[str, Any]], Any],
-    said: str,
-) -> None:
-    saved, other = runs("dense", "dmuon")
-    content = exported(saved, tmp_path / "hf.pt", "--names", "hf")
-    torch.save(damage(content), tmp_path / "wrong.pt")
-    arguments = (*like(other), "--names", "hf")
-    assert tool("import", tmp_path / "wrong.pt", tmp_path / "back", *arguments) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
-    assert said in line
-    assert not (tmp_path / "back").exists()
-
-
-def test_what_is_no_file_of_torch_is_told(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saved, other = runs("dense", "dmuon")
-    exported(saved, tmp_path / "file.pt")
-    data = (tmp_path / "file.pt").read_bytes()
-    for name, content in (("cut.pt", data[: len(data) // 2]), ("text.pt", b"hello"), ("no", b"")):
-        (tmp_path / name).write_bytes(content)
-        assert tool("import", tmp_path / name, tmp_path / "back", *like(other)) == 2
-        assert f"{name} " in capsys.readouterr().err.strip().splitlines()[-1]
-    assert tool("import", tmp_path / "none.pt", tmp_path / "back", *like(other)) == 2
-    assert "No such file" in capsys.readouterr().err
-    assert not (tmp_path / "back").exists()
-
-
-def test_export_tells_what_is_wrong(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    saved, _ = runs("dense", "orth_dion")
-    path = tmp_path / "file.pt"
-    for flags, said in (
-        (("--vocab-size", "65"), "has 64 rows, fewer than the vocabulary of 65"),
-        (("--vocab-size", "0"), "--vocab-size is 0"),
-        (("--format", "dion"), "has no right factor of its own, which Dion needs; type --names hf"),
-    ):
-        assert tool("export", saved.folder, path, *flags) == 2
-        assert said in capsys.readouterr().err
-        assert not path.exists()
-    exported(saved, path)
-    before = path.read_bytes()
-    assert tool("export", saved.folder, path) == 2
-    assert "exists; type --overwrite" in capsys.readouterr().err
-    assert path.read_bytes() == before
-    assert tool("export", saved.folder, path, "--overwrite", "--names", "hf") == 0
-    assert path.read_bytes() != before
-    assert tool("export", saved.folder, tmp_path / "dry.pt", "--dry-run") == 0
-    assert (
-        "state / decoder.final_layernorm.weight / exp_avg  32  float32" in capsys.readouterr().out
-    )
-    assert {entry.name for entry in tmp_path.iterdir()} == {"file.pt"}
-
-
-def test_all_rows_of_the_vocabulary_are_kept_unless_told(runs: Runs, tmp_path: Path) -> None:
-    """A tokenizer may have rows above the vocabulary that was asked for; none is lost."""
-    saved, other = runs("dense", "dmuon")
-    assert tool("export", saved.folder, tmp_path / "all.pt") == 0
-    content = torch.load(tmp_path / "all.pt", weights_only=True)
-    same(content["model"], as_stored(saved.weights))
-    arguments = (tmp_path / "all.pt", tmp_path / "back", "--like", other.folder)
-    assert tool("import", *arguments) == 0
-    assert tool("verify", saved.folder, tmp_path / "back") == 0
-
-
-def test_a_reader_that_goes_away_is_no_error(runs: Runs) -> None:
-    saved, _ = runs("dense", "dmuon")
-    command = [sys.executable, "-m", "megatron_muon.checkpoint", "inspect", str(saved.folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.close()
-        said = process.stderr.read()
-    assert b"Traceback" not in said and b"BrokenPipe" not in said
-    assert process.returncode == 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
@@ -570,33 +332,8 @@ def test_other_runs_come_back_with_the_same_bits(
         arguments = (tmp_path / seed, tmp_path / seed, 2, 1, 2, more)
         ranks(2, trained, *arguments, init_process_group=False)
     hf = ("--names", "hf")
-    assert tool("export", tmp_path / "1", tmp_path / "file.pt", *hf) == 0
-    assert tool("import", tmp_path / "file.pt", tmp_path / "b", "--like", tmp_path / "2", *hf) == 0
-    assert tool("verify", tmp_path / "1", tmp_path / "b") == 0
-
-
-@pytest.mark.slow
-def test_a_full_disk_leaves_nothing(runs: Runs, tmp_path: Path) -> None:
-    saved, other = runs("dense", "orth_dion")
-    exported(saved, tmp_path / "whole.pt")
-    before = {entry.name for entry in tmp_path.iterdir()}
-    for command in (
-        ("export", saved.folder, tmp_path / "file.pt"),
-        ("import", tmp_path / "whole.pt", tmp_path / "back", *like(other)),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-m", "megatron_muon.checkpoint", *map(str, command)],
-            capture_output=True,
-            text=True,
-            check=False,
-            preexec_fn=_small_files,
-        )
-        assert done.returncode == 2
-        assert "Traceback" not in done.stderr and "nothing was left of it" in done.stderr
-        assert {entry.name for entry in tmp_path.iterdir()} == before
-
-
-def _small_files() -> None:
-    """Writing above 100,000 bytes fails, as on a disk that is full."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    for form in ("plain", "torch-muon"):  # the latter holds masters in place of weights
+        file, back = tmp_path / f"{form}.pt", tmp_path / form
+        assert tool("export", tmp_path / "1", file, "--format", form, *hf) == 0
+        assert tool("import", file, back, "--like", tmp_path / "2", *hf) == 0
+        assert tool("verify", tmp_path / "1", back) == 0

@@ -17,6 +17,7 @@ from tests.distributed.offline import (
     MOE,
     MTP,
     MUON,
+    OF,
     RANK,
     STEPS,
     TARGET,
@@ -66,7 +67,7 @@ def test_every_conversion_goes_on_at_two_other_layouts(
         layouts["tp"] = {}  # TP with experts asks for sequence lengths that these runs do not have
     for target in targets:
         flags = (*TARGET[target], *MODELS[model], *half)
-        there = convert(here, tmp_path / target, target, *RANK)
+        there = convert(here, tmp_path / target, target, *OF.get(target, ()))
         assert different(here, there, "fp32_param of ") == []
         losses = []
         for name, sizes in layouts.items():
@@ -84,7 +85,7 @@ def test_every_conversion_goes_on_at_two_other_layouts(
 def test_experts_go_on_at_two_ranks_of_experts(
     ranks: Ranks, saved: Saves, tmp_path: Path, target: str
 ) -> None:
-    convert(saved(*ADAM, *MOE), tmp_path / "c", target, *RANK)
+    convert(saved(*ADAM, *MOE), tmp_path / "c", target, *OF.get(target, ()))
     results = []
     for size in ("1", "2"):
         results.append(tmp_path / size)

@@ -60,6 +60,7 @@ def test_a_table_is_written_that_training_reads(run: Run, tmp_path: Path) -> Non
     [
         (("--cost-shapes", "32"), "'32' is no shape: type for example 4096x14336,1024x4096"),
         (("--cost-shapes", "32x0"), "'32x0' is no shape"),
+        (("--cost-shapes", ""), "'' is no shape"),
         (("--cost-steps", "0"), "--cost-steps is 0; it must be >= 1"),
     ],
 )
@@ -71,8 +72,9 @@ def test_wrong_flags_are_told(run: Run, tmp_path: Path, flags: tuple[str, ...], 
 
 
 def test_a_folder_that_is_not_there_is_told_before_measuring(run: Run, tmp_path: Path) -> None:
-    done = run("--cost-table", str(tmp_path / "none" / "costs.json"))
-    assert done.code == 2 and "its folder does not exist" in done.err
+    for path in (tmp_path / "none" / "costs.json", tmp_path):
+        done = run("--cost-table", str(path))
+        assert done.code == 2 and "is no file in a folder that exists" in done.err
 
 
 def test_shapes() -> None:

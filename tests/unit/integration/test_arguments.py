@@ -191,8 +191,15 @@ OUT_OF_RANGE = [
     ("--matrix-rule *:optimizer=sgd", "--matrix-rule '*:optimizer=sgd': optimizer is 'sgd'"),
     ("--matrix-rules nothing.json", "--matrix-rules nothing.json: [Errno 2]"),
     ("--dmuon-split-ranks 0", "--dmuon-split-ranks is 0; it must be an integer >= 1"),
-    ("--dmuon-split-min-gflop=-1", "--dmuon-split-min-gflop is -1; it must be a number >= 0"),
-    ("--dmuon-split-min-gflop nan", "--dmuon-split-min-gflop is nan"),
+    (
+        "--dmuon-split-ranks 2 --dmuon-split-min-gflop=-1",
+        "--dmuon-split-min-gflop is -1; it must be a number >= 0",
+    ),
+    ("--dmuon-split-ranks 2 --dmuon-split-min-gflop nan", "--dmuon-split-min-gflop is nan"),
+    (
+        "--dmuon-split-min-gflop 2",
+        "--dmuon-split-min-gflop has no effect without --dmuon-split-ranks: remove it or type",
+    ),
     ("--matrix-ranks-per-node 0", "--matrix-ranks-per-node is 0; it must be an integer >= 1"),
     ("--dmuon-cost-table nothing.json", "--dmuon-cost-table nothing.json cannot be read (No such"),
 ]

@@ -60,6 +60,7 @@ def _content() -> dict[str, Any]:
     [
         ({"format": "another"}, "its format is not"),
         ({"measured": []}, "it has no measurement"),
+        ({"measured": [5]}, "is no table of costs"),
         ({"measured": [{"short": 1}]}, "an entry has ['short'] and should have"),
         ({"measured": [{"short": 3, "long": 2, "batch": 1, "nanoseconds": 5}]}, "above long"),
         ({"measured": [{"short": 1, "long": 2, "batch": 0, "nanoseconds": 5}]}, "batch is 0"),
@@ -82,6 +83,16 @@ def test_what_is_no_table_is_refused(tmp_path: Path, change: dict[str, Any], sai
     assert said in str(refused.value)
     assert str(refused.value).startswith(f"--dmuon-cost-table {path} is no table of costs")
     assert "--cost-table" in str(refused.value)
+
+
+@pytest.mark.parametrize("key", ["device", "dtype", "steps", "measured"])
+def test_what_a_table_lacks_is_told(tmp_path: Path, key: str) -> None:
+    content = _content()
+    del content[key]
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=f"it lacks {key}"):
+        load_cost_table(path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1, 2", "\0", "[" * 200_000])
