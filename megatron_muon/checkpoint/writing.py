@@ -122,7 +122,7 @@ def check_target(folder: Path, source: Checkpoint | None, *, overwrite: bool) ->
         if own in target.parents or target in own.parents:
             where = "is inside the source" if own in target.parents else "holds the source"
             raise CheckpointError(f"{folder} {where} {source.folder}; name another folder.")
-    for parent in folder.parents:
+    for parent in folder.absolute().parents:
         if parent.exists() and not parent.is_dir():
             raise CheckpointError(f"{parent} is a file; name a folder.")
         if (parent / INDEX_FILE).exists():
