@@ -33,6 +33,11 @@ from megatron_muon.placement.shares import Share, shares
 Scheme = Literal["factors", "matrix"]
 SchemeChoice = Literal["auto", "factors", "matrix"]
 
+MIN_FACTOR_WAVE_ELEMENTS = 1 << 22
+"""``MIN_WAVE_ELEMENTS`` of factors: a wave has up to five messages, of a fraction of its matrices'
+elements, and the QRs of a wave are batched (one wave in place of four of 2^20 elements: a tenth of
+a step less on 4 gloo ranks)."""
+
 
 class Round(Enum):
     """A message of a wave, in the order in which they are sent."""
@@ -277,7 +282,7 @@ def make_factor_plan(
         parameters=found.parameters,
         matrices=found.matrices,
         owners=found.owners,
-        waves=fitting_waves(found, peak_bytes, buffer_bytes),
+        waves=fitting_waves(found, peak_bytes, buffer_bytes, least=MIN_FACTOR_WAVE_ELEMENTS),
         gathers=found.gathers,
         scatters=found.scatters,
         costs=found.costs,

@@ -17,7 +17,7 @@ from megatron_muon.placement.shared import (
     shared_waves,
 )
 from megatron_muon.placement.sharing import Candidate, Sharing, choose_ranks, part_cost
-from megatron_muon.placement.waves import cut_by_owner, initial_cap
+from megatron_muon.placement.waves import MIN_WAVE_ELEMENTS, cut_by_owner, initial_cap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,6 +269,8 @@ def fitting_waves(
     found: Arrangement,
     peak_bytes: Callable[[Sequence[Sequence[int]]], int],
     buffer_bytes: int,
+    *,
+    least: int = MIN_WAVE_ELEMENTS,
 ) -> tuple[tuple[int, ...], ...]:
     """The fewest waves (but enough to overlap) whose peak fits the bound on every rank.
 
@@ -276,6 +278,7 @@ def fitting_waves(
         found: Matrices and owners; waves are cut of those that one rank computes.
         peak_bytes: Bytes alive at once on the rank with the most, for given waves.
         buffer_bytes: The bound.
+        least: Elements of an owner's matrices below which a wave is not divided for overlap.
 
     Raises:
         BufferTooSmallError: As ``make_plan``.
@@ -285,7 +288,7 @@ def fitting_waves(
     whole = found.whole
     numels = [found.matrices[index].numel for index in whole]
     owners = [found.ranks[index][0] for index in whole]
-    cap = initial_cap(owners=owners, numels=numels)
+    cap = initial_cap(owners=owners, numels=numels, least=least)
     smallest: int | None = None
     while True:
         cut = cut_by_owner(owners=owners, numels=numels, cap=cap)

@@ -76,10 +76,12 @@ def cut_by_owner(
     return tuple(tuple(wave) for wave in waves)
 
 
-def initial_cap(*, owners: Sequence[int], numels: Sequence[int]) -> int:
-    """Elements per owner and wave when memory is no concern."""
+def initial_cap(
+    *, owners: Sequence[int], numels: Sequence[int], least: int = MIN_WAVE_ELEMENTS
+) -> int:
+    """Elements per owner and wave when memory is no concern, ``least`` or more."""
     owned: dict[int, int] = {}
     for owner, numel in zip(owners, numels, strict=True):
         owned[owner] = owned.get(owner, 0) + numel
     busiest = max(owned.values(), default=0)
-    return max(-(-busiest // TARGET_WAVES), MIN_WAVE_ELEMENTS)
+    return max(-(-busiest // TARGET_WAVES), least)

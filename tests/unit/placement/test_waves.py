@@ -58,6 +58,7 @@ def test_the_busiest_owner_gets_enough_waves_but_none_that_is_tiny(scale: int) -
     cap = initial_cap(owners=[0] * 20 + [1] * 5, numels=numels)
     assert cap == max(MIN_WAVE_ELEMENTS, sum(numels[:20]) // TARGET_WAVES)
     assert initial_cap(owners=[], numels=[]) == MIN_WAVE_ELEMENTS
+    assert initial_cap(owners=[0] * 20 + [1] * 5, numels=numels, least=cap + 1) == cap + 1
 
 
 def _alive_at_once(waves: list[Footprint]) -> int:
