@@ -155,8 +155,8 @@ class Measured:
         start_seconds: Of a process that imports the tool and does nothing.
         peak: Bytes of memory of all its processes together (proportional set size), at most.
         start_peak: The same of the process that does nothing.
-        grown: Bytes by which the peak of the first process alone is above that of the process that
-            does nothing. Told by the system: nothing is missed between two looks.
+        grown: Bytes by which the peak of its largest process is above that of the process that does
+            nothing. The system keeps that peak: nothing is missed between two looks.
     """
 
     seconds: float
@@ -180,35 +180,45 @@ def measure(arguments: list[str]) -> Measured:
     )
 
 
+_BETWEEN = """
+import resource, subprocess, sys
+ended = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL)
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+sys.exit(ended.returncode)
+"""
+"""Runs a command and prints its peak. A process starts with the peak of the one that started it, so
+that has to be a small one."""
+
+
 def _watch(arguments: list[str]) -> tuple[float, int, int]:
-    """Seconds of a Python process, peak memory of it and its children, and of it alone."""
+    """Seconds of a Python process, peak memory of it and its children, and of the largest alone."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", *arguments]
-    start = time.monotonic()
-    peak = 0
+    between = [sys.executable, "-I", "-S", "-c", _BETWEEN]
+    start, peak = time.monotonic(), 0
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [*between, sys.executable, "-W", "ignore", *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
-        while True:
-            ended, status, usage = os.wait4(process.pid, os.WNOHANG)
-            if ended:
-                process.returncode = os.waitstatus_to_exitcode(status)
-                break
-            peak = max(peak, sum(_memory(pid) for pid in _family(process.pid)))
+        while process.poll() is None:
+            peak = max(peak, sum(_memory(pid) for pid in _below(process.pid)))
             time.sleep(0.03)
-        assert process.stderr is not None
-        said = process.stderr.read()
+        assert process.stdout is not None and process.stderr is not None
+        told, said = process.stdout.read(), process.stderr.read()
     if process.returncode:
         raise RuntimeError(said)
-    return time.monotonic() - start, peak, usage.ru_maxrss * KIB
+    return time.monotonic() - start, peak, int(told) * KIB
 
 
-def _family(pid: int) -> list[int]:
+def _below(pid: int) -> list[int]:
+    """All processes that one has started."""
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
     except OSError:
-        return [pid]
-    return [pid, *(int(child) for child in text.split())]
+        return []
+    return [found for child in text.split() for found in (int(child), *_below(int(child)))]
 
 
 def _memory(pid: int) -> int:

@@ -18,7 +18,8 @@ from typing import Any
 
 if __name__ == "__main__":
     # While torch is being imported there is nothing to unwind, and no traceback to show.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 # Before torch starts its thread pool: it does not survive the fork of worker processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -62,7 +63,9 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 0 when all is well, 1 on differences, 2 with a sentence on an error."""
     options = parser().parse_args(arguments)
-    previous = {number: signal.signal(number, _end) for number in SIGNALS}
+    # What is ignored (nohup, a job in the background) stays so.
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, _end) for number in heard}
     try:
         code: int = options.run(options)
         sys.stdout.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import Literal
 
 from megatron_muon.checkpoint.conversion import plan_conversion
 from megatron_muon.checkpoint.errors import CheckpointError
@@ -28,6 +29,7 @@ from megatron_muon.checkpoint.writing import (
 )
 
 HELP = "turn one optimizer's state into another's"
+MOST_WORKERS = 256
 LARGE = 256 << 20
 """Bytes from which on several processes write."""
 
@@ -114,7 +116,7 @@ def write_output(output: Output, options: argparse.Namespace, source: Checkpoint
         raise CheckpointError(f"the common state says iteration {step!r}, which is none.")
     root = Path(options.target)
     folder = root / f"iter_{step:07d}"
-    workers, last = _workers(options.workers, output.nbytes), last_step(root)
+    workers, last = _workers(options.workers, output.nbytes), _last(root, options.overwrite)
     check_target(folder, source, overwrite=options.overwrite)
     if options.dry_run:
         print(f"would be written to {folder}")
@@ -129,21 +131,34 @@ def write_output(output: Output, options: argparse.Namespace, source: Checkpoint
         progress=report,
     )
     report.finish()
-    if last is None or (options.overwrite and isinstance(last, int) and last < step):
+    if last is None or (options.overwrite and (last == "release" or last < step)):
         write_tracker(root, step)
     elif last != step:
-        print(f"{root / TRACKER} was left as it is, at {last}; load with --ckpt-step {step}")
-    for path in left_behind(folder):
-        print(f"{path} is of a run that was killed, or is still under way; remove it if it is not")
-    print(*output.notes, sep="\n")
+        # Megatron takes --ckpt-step 0 for none, and looks for it only where there is a number.
+        is_found = step > 0 and last != "release"
+        how = (
+            f"load with --ckpt-step {step}" if is_found else f"to load this one write {step} there"
+        )
+        print(f"{root / TRACKER} was left as it is, at {last}; {how}")
+    print(*left_behind(folder), *output.notes, sep="\n")
     print(f"written to {folder}")
     return 0
 
 
+def _last(root: Path, overwrite: bool) -> int | Literal["release"] | None:
+    """What the tracker says; one that says nothing may be replaced."""
+    try:
+        return last_step(root)
+    except CheckpointError:
+        if not overwrite:
+            raise
+        return None
+
+
 def _workers(asked: int | None, nbytes: int) -> int:
     if asked is not None:
-        if asked < 1:
-            raise CheckpointError(f"--workers is {asked}; it must be at least 1.")
+        if not 1 <= asked <= MOST_WORKERS:
+            raise CheckpointError(f"--workers is {asked}; it must be from 1 to {MOST_WORKERS}.")
         return asked
     cores = len(os.sched_getaffinity(0))
     return 1 if nbytes < LARGE else min(cores, 8)

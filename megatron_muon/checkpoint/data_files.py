@@ -9,8 +9,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,8 +30,7 @@ PIECE = 1 << 20
 FILE_BYTES = 2 << 30
 """Size of a data file, about; every file is written by one process."""
 
-ENDED = -(1 << 62)
-"""Instead of a number of bytes: processes end when they come to their next entry."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Progress = Callable[[int], None]
 """Called with the number of bytes written so far."""
@@ -124,19 +124,33 @@ class _Counter:
         self._progress(self._done)
 
 
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Let signals that end a run wait for the end of the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 _written: Any = None
-"""In a worker process: the bytes that all of them have written; below zero to end."""
+"""In a worker process: the bytes that all of them have written."""
+
+_is_over: Any = None
+"""In a worker process: not 0 when it is to end; without a lock, which a killed one might hold."""
 
 
-def _start_worker(written: Any) -> None:
-    global _written
-    _written = written
+def _start_worker(written: Any, is_over: Any, parent: int) -> None:
+    global _written, _is_over
+    _written, _is_over = written, is_over
     torch.set_num_threads(1)
-    # The parent hears of them, too, and has this process end.
+    # The parent hears of the first two, and has this process end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 
 def _end_with(parent: int) -> None:
@@ -147,9 +161,9 @@ def _end_with(parent: int) -> None:
 
 
 def _add_written(count: int) -> None:
+    if _is_over.value:
+        raise CheckpointError("the run is over.")
     with _written.get_lock():
-        if _written.value < 0:
-            raise CheckpointError("another process has failed.")
         _written.value += count
 
 
@@ -165,25 +179,26 @@ def _in_processes(
     progress: Progress,
 ) -> list[WrittenFile]:
     context = multiprocessing.get_context("fork")
-    written = context.Value("q", 0)
+    written, is_over = context.Value("q", 0), context.Value("b", 0, lock=False)
+    waiting: set[Future[WrittenFile]] = set()
+    done: list[WrittenFile] = []
     with ProcessPoolExecutor(
         min(workers, len(files)),
         mp_context=context,
         initializer=_start_worker,
-        initargs=(written,),
+        initargs=(written, is_over, os.getpid()),
     ) as pool:
-        waiting: set[Future[WrittenFile]] = {
-            pool.submit(_work, staging / name, part, source) for name, part in files.items()
-        }
-        done: list[WrittenFile] = []
         try:
+            with signals_held():  # in the processes, until they have handlers of their own
+                for name, part in files.items():
+                    waiting.add(pool.submit(_work, staging / name, part, source))
             while waiting:
                 finished, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
                 done += [future.result() for future in finished]
-                progress(written.value)
+                progress(written.get_obj().value)
         finally:
-            if waiting:
-                written.value = ENDED
+            if len(done) < len(files):
+                is_over.value = 1
             pool.shutdown(wait=True, cancel_futures=True)
     return sorted(done, key=lambda entry: entry.file)
 

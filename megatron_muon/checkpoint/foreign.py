@@ -196,9 +196,8 @@ def _read_state_dict(
     named = dict(_named(content["param_groups"], given, found.path))
     for key, kept in content["state"].items():
         if not isinstance(kept, Mapping) or key not in named:
-            raise CheckpointError(
-                f"{found.path} has state of parameter {key}, which is in none of its groups."
-            )
+            what = "is in none of its groups" if key not in named else "is no dict"
+            raise CheckpointError(f"{found.path} has state of parameter {key}, which {what}.")
         name, group = named[key]
         where = {
             field: (*before, "state", key, field)
@@ -220,7 +219,7 @@ def _named(
     groups: Sequence[Mapping[str, Any]], given: Sequence[str] | None, path: Path
 ) -> Iterator[tuple[int | str, tuple[str, Mapping[str, Any]]]]:
     """(key in the state, (name, group)) of every parameter."""
-    taken = 0
+    taken, all_numbered = 0, True
     for group in groups:
         listed = group.get("params") if isinstance(group, Mapping) else None
         if not isinstance(listed, list) or not all(isinstance(key, int | str) for key in listed):
@@ -230,10 +229,12 @@ def _named(
         names = group.get("param_names")
         if names is None and all(isinstance(key, str) for key in keys):
             names = keys
+        all_numbered = all_numbered and names is None
         if names is None and given is not None:
-            if any(not isinstance(key, int) or not 0 <= key < len(given) for key in keys):
+            wrong = [key for key in keys if not isinstance(key, int) or not 0 <= key < len(given)]
+            if wrong:
                 raise CheckpointError(
-                    f"--param-names has {len(given)} names, and {path} has parameter {max(keys)}, "
+                    f"--param-names has {len(given)} names, and {path} has parameter {wrong[-1]}, "
                     "counted from 0."
                 )
             names = [given[key] for key in keys]
@@ -246,7 +247,7 @@ def _named(
             raise CheckpointError(f"{path} has {len(keys)} parameters and {len(names)} names.")
         for key, name in zip(keys, names, strict=True):
             yield key, (str(name), group)
-    if given is not None and len(given) > taken:
+    if given is not None and all_numbered and len(given) > taken:
         raise CheckpointError(
             f"--param-names has {len(given)} names, and {path} has {taken} parameters."
         )

@@ -71,7 +71,8 @@ class FromFile:
 
 def _require_range(values: torch.Tensor, dtype: torch.dtype, what: str) -> None:
     """Refuse finite values that are inf in a narrower element type."""
-    if not dtype.is_floating_point or not values.numel():
+    both = dtype.is_floating_point and values.dtype.is_floating_point
+    if not both or not values.numel():
         return
     largest = torch.finfo(dtype).max
     if torch.finfo(values.dtype).max > largest:
@@ -272,12 +273,12 @@ class _Import:
             return self._from(plain, weights)
         # A first moment without its second one would make steps many times too large.
         together = ADAM_STATES if state in ADAM_STATES else (state,)
+        self.taken |= {(p.name, state) for p in plain}
         if any(s not in self.foreign.states.get(p.name, {}) for p in plain for s in together):
             self.zeros.append(f"{state} of {parameter.name}")
             if state in ADAM_STATES:
                 self.fresh_adam.add(parameter.name)
             return Zeros()
-        self.taken |= {(p.name, state) for p in plain}
         factor = 1.0
         if state == MOMENTUM:
             factors = {self._factor_of(self.foreign.momenta[p.name]) for p in plain}
@@ -357,7 +358,10 @@ class _Import:
     def _notes(self) -> Iterator[str]:
         yield f"iteration, schedule and arguments are those of {self.like.folder}"
         if self.zeros:
-            yield f"{len(self.zeros)} states are not in the file and start at zero:"
+            yield (
+                f"{len(self.zeros)} states are not in the file (Adam's: not both) and start at "
+                "zero:"
+            )
             yield from (f"  {entry}" for entry in self.zeros)
         if self.fresh_adam:
             yield (

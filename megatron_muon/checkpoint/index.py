@@ -147,7 +147,8 @@ def read_index(folder: Path) -> Index:
     try:
         return _from_metadata(metadata)
     except (AttributeError, TypeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}.") from error
+        what = error if isinstance(error, ValueError) else repr(error)
+        raise CheckpointError(f"{path} is damaged: {what}.") from error
 
 
 def _from_metadata(metadata: Metadata) -> Index:

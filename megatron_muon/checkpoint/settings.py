@@ -135,11 +135,13 @@ def require_meaning(options: argparse.Namespace, source: str) -> None:
     if target in ("adam", "muon"):
         idle |= _MATRIX_FLAGS
     if target == "adam":
-        idle["momentum_start"] = "--momentum-start"
+        idle |= {"momentum_start": "--momentum-start", "heavy_ball": "--heavy-ball"}
     found = [flag for dest, flag in idle.items() if getattr(options, dest) not in (None, [])]
     why = f"no effect with --to {target}"
     if not found and options.heavy_ball is not None and source == "adam":
         found, why = ["--heavy-ball"], "no effect on Adam's moments, which are averages"
+    if not found and options.heavy_ball is not None and options.momentum_start == "zero":
+        found, why = ["--heavy-ball"], "no effect with --momentum-start zero"
     if found:
         raise CheckpointError(f"{', '.join(found)} has {why}; leave it out.")
 

@@ -54,9 +54,9 @@ def run(options: argparse.Namespace) -> int:
         if difference is not None:
             differences.append((name, difference))
     if not compared:
+        what = "anything" if options.part == "all" else f"any {options.part}"
         raise CheckpointError(
-            f"neither {first.folder} nor {second.folder} holds any {options.part}: there is "
-            "nothing to compare."
+            f"neither {first.folder} nor {second.folder} holds {what}: there is nothing to compare."
         )
     if not differences:
         print(f"{compared} tensors compared: equal")

@@ -15,7 +15,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_muon.checkpoint.data_files import Progress, write_files
+from megatron_muon.checkpoint.data_files import Progress, signals_held, write_files
 from megatron_muon.checkpoint.errors import CheckpointError
 from megatron_muon.checkpoint.index import INDEX_FILE, write_index
 from megatron_muon.checkpoint.manifest import MANIFEST_FILE, manifest
@@ -67,7 +67,8 @@ def write_checkpoint(
         listed = manifest(output, digests, None if source is None else source.folder)
         _write(staging / MANIFEST_FILE, json.dumps(listed, indent=1).encode())
         _sync_folder(staging)
-        _take_name(staging, folder)
+        with signals_held():
+            _take_name(staging, folder)
 
 
 def write_tracker(root: Path, step: int) -> None:
@@ -92,7 +93,7 @@ def _beside(folder: Path, source: Checkpoint | None, overwrite: bool) -> Iterato
     check_target(folder, source, overwrite=overwrite)
     made = [parent for parent in folder.parents if not parent.exists()]
     folder.parent.mkdir(parents=True, exist_ok=True)
-    staging = folder.with_name(f".{folder.name}.writing.{os.getpid()}")
+    staging = _unused(folder, "writing")
     staging.mkdir()
     try:
         yield staging
@@ -122,10 +123,11 @@ def check_target(folder: Path, source: Checkpoint | None, *, overwrite: bool) ->
         if own in target.parents or target in own.parents:
             where = "is inside the source" if own in target.parents else "holds the source"
             raise CheckpointError(f"{folder} {where} {source.folder}; name another folder.")
-    for parent in folder.absolute().parents:
+    above = folder.parent.resolve()
+    for parent in (above, *above.parents):
         if parent.exists() and not parent.is_dir():
             raise CheckpointError(f"{parent} is a file; name a folder.")
-        if (parent / INDEX_FILE).exists():
+        if (parent / INDEX_FILE).is_file():
             raise CheckpointError(
                 f"{parent} is a checkpoint itself; name the folder that runs save into and load "
                 "from."
@@ -146,23 +148,35 @@ def check_target(folder: Path, source: Checkpoint | None, *, overwrite: bool) ->
 
 
 def _is_foreign(path: Path) -> bool:
-    """Whether this is nothing that a save writes, finished or not."""
-    known = (INDEX_FILE, COMMON_FILE, BACKEND_FILE, MANIFEST_FILE)
-    return path.is_dir() or (path.suffix not in (".distcp", ".tmp") and path.name not in known)
+    """Whether this is nothing that Megatron's saves or this tool write, finished or not."""
+    if path.is_dir():
+        return path.name != "modelopt_state"
+    known = (INDEX_FILE, f"{INDEX_FILE}.tmp", COMMON_FILE, BACKEND_FILE, MANIFEST_FILE)
+    return path.name not in (*known, "integrity.json") and path.suffix != ".distcp"
 
 
-def left_behind(folder: Path) -> list[Path]:
-    """What runs that were killed, or others under way, have beside a folder that was written."""
-    if not folder.parent.is_dir():
-        return []
-    pattern = f".{folder.name}.*.[0-9]*"
-    return sorted(p for p in folder.parent.glob(pattern) if not p.name.endswith(f".{os.getpid()}"))
+def _unused(folder: Path, purpose: str) -> Path:
+    """A name beside a folder; another run of the same number may have been killed there."""
+    ends = ("", *(f"-{number}" for number in range(1, 1000)))
+    names = (f".{folder.name}.{purpose}.{os.getpid()}{end}" for end in ends)
+    return next(path for name in names if not (path := folder.with_name(name)).exists())
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Sentences on what runs that were killed, or are under way, have beside a folder."""
+    found = []
+    for path in sorted(folder.parent.glob(f".{folder.name}.*.[0-9]*")):
+        what = "is half of a checkpoint; remove it"
+        if ".replaced." in path.name:
+            what = "was to be replaced; look whether you need it"
+        found.append(f"{path} is of a run that was killed, or is still under way. It {what}.")
+    return found
 
 
 def _take_name(staging: Path, folder: Path) -> None:
     old = None
     if folder.exists():
-        old = folder.with_name(f".{folder.name}.replaced.{os.getpid()}")
+        old = _unused(folder, "replaced")
         folder.rename(old)
     try:
         staging.rename(folder)

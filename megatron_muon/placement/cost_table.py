@@ -128,8 +128,9 @@ def _table(content: Any) -> CostTable:
 
 def _entry(values: Mapping[str, Any]) -> MeasuredCost:
     known = {field.name for field in fields(MeasuredCost)}
-    if set(values) != known:
-        raise ValueError(f"an entry has {sorted(values)} and should have {sorted(known)}")
+    if not isinstance(values, dict) or set(values) != known:
+        found = sorted(values) if isinstance(values, dict) else repr(values)
+        raise ValueError(f"an entry has {found} and should have {sorted(known)}")
     for name, value in values.items():
         _counted(name, value)
     if values["short"] > values["long"]:

@@ -17,7 +17,7 @@ from megatron_muon.placement.shared import (
     shared_waves,
 )
 from megatron_muon.placement.sharing import Candidate, Sharing, choose_ranks, part_cost
-from megatron_muon.placement.waves import MIN_WAVE_ELEMENTS, cut_by_owner, initial_cap
+from megatron_muon.placement.waves import cut_by_owner, initial_cap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +270,7 @@ def fitting_waves(
     peak_bytes: Callable[[Sequence[Sequence[int]]], int],
     buffer_bytes: int,
     *,
-    least: int = MIN_WAVE_ELEMENTS,
+    least: int | None = None,
 ) -> tuple[tuple[int, ...], ...]:
     """The fewest waves (but enough to overlap) whose peak fits the bound on every rank.
 
@@ -278,7 +278,7 @@ def fitting_waves(
         found: Matrices and owners; waves are cut of those that one rank computes.
         peak_bytes: Bytes alive at once on the rank with the most, for given waves.
         buffer_bytes: The bound.
-        least: Elements of an owner's matrices below which a wave is not divided for overlap.
+        least: As in ``initial_cap``.
 
     Raises:
         BufferTooSmallError: As ``make_plan``.

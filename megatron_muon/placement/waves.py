@@ -76,12 +76,10 @@ def cut_by_owner(
     return tuple(tuple(wave) for wave in waves)
 
 
-def initial_cap(
-    *, owners: Sequence[int], numels: Sequence[int], least: int = MIN_WAVE_ELEMENTS
-) -> int:
-    """Elements per owner and wave when memory is no concern, ``least`` or more."""
+def initial_cap(*, owners: Sequence[int], numels: Sequence[int], least: int | None = None) -> int:
+    """Elements per owner and wave when memory is no concern; at least MIN_WAVE_ELEMENTS if None."""
     owned: dict[int, int] = {}
     for owner, numel in zip(owners, numels, strict=True):
         owned[owner] = owned.get(owner, 0) + numel
     busiest = max(owned.values(), default=0)
-    return max(-(-busiest // TARGET_WAVES), least)
+    return max(-(-busiest // TARGET_WAVES), MIN_WAVE_ELEMENTS if least is None else least)

@@ -268,7 +268,7 @@ def test_numbers_get_names_from_a_file(
     (tmp_path / "names.txt").write_text("\n".join(names))
     assert tool("import", *arguments, "--param-names", tmp_path / "names.txt") == 0
     said = capsys.readouterr().out
-    assert "states are not in the file and start at zero" in said
+    assert "states are not in the file (Adam's: not both) and start at zero" in said
     assert "  exp_avg of embedding.word_embeddings.weight" in said
     for state, is_zero in (("momentum_buffer", False), ("exp_avg", True)):
         owner = "decoder.layers.mlp.linear_fc2" if not is_zero else "decoder.final_layernorm"

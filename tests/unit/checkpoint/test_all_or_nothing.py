@@ -75,7 +75,7 @@ def test_only_a_checkpoint_is_ever_replaced(
 def test_a_save_that_was_not_finished_is_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000003"
     folder.mkdir()
-    for name in ("__0_0.distcp", "common.pt", "metadata.json"):
+    for name in ("__0_0.distcp", "common.pt", "metadata.json", ".metadata.tmp", "integrity.json"):
         (folder / name).write_text("")
     write_checkpoint(folder, output(), overwrite=True)
     assert torch.equal(Checkpoint(folder).read("a"), WHOLE)
@@ -229,7 +229,47 @@ def test_processes_end_with_their_parent(tmp_path: Path) -> None:
         time.sleep(0.1)
     assert not folder.exists()
     (left,) = left_behind(folder)
-    assert left.name == f".iter_0000003.writing.{process.pid}"
+    assert f".iter_0000003.writing.{process.pid} is of a run that was killed" in left
+
+
+def test_the_number_of_a_killed_run_may_come_again(written: Path) -> None:
+    """As in a container, where the first process has always the same."""
+    for purpose in ("writing", "replaced"):
+        written.with_name(f".{written.name}.{purpose}.{os.getpid()}").mkdir()
+    write_checkpoint(written, output(), overwrite=True)
+    assert torch.equal(Checkpoint(written).read("a"), WHOLE)
+    assert len(left_behind(written)) == 2
+
+
+def test_nothing_comes_between_two_names(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C after the old checkpoint gave its name up waits until the new one has it."""
+    renamed = []
+
+    def interrupted(self: Path, target: Path) -> None:
+        os.rename(self, target)
+        renamed.append(target.name)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_checkpoint(written, output(), overwrite=True)
+    assert renamed[-1] == written.name and len(renamed) == 2
+    assert torch.equal(Checkpoint(written).read("a"), WHOLE)
+    assert left_behind(written) == []
+
+
+def _dies_with_the_lock(count: int) -> None:
+    data_files._written.get_lock().acquire()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_dies_with_the_lock_hangs_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_files, "_add_written", _dies_with_the_lock)
+    with pytest.raises(CheckpointError, match="was killed"):
+        write_checkpoint(tmp_path / "iter_0000003", output(), workers=2)
+    assert names_in(tmp_path) == []
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import os
 import pickle
 import resource
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,92 +20,15 @@ import torch
 from megatron_muon.checkpoint import __main__ as command_line
 from megatron_muon.checkpoint.convert_command import write_output
 from megatron_muon.checkpoint.errors import CheckpointError
-from megatron_muon.checkpoint.foreign import read_foreign, read_names
 from megatron_muon.checkpoint.reading import Checkpoint
 from megatron_muon.checkpoint.safe_pickle import load_pickle
 from megatron_muon.checkpoint.settings import TARGETS, parse_version, require_meaning
-from megatron_muon.checkpoint.torch_files import read_torch_file, write_torch_file
+from megatron_muon.checkpoint.torch_files import read_torch_file
 from megatron_muon.checkpoint.verification import compare
-from megatron_muon.checkpoint.writing import check_target, write_checkpoint, write_tracker
+from megatron_muon.checkpoint.writing import check_target, write_checkpoint
 from tests.unit.checkpoint.small_output import WHOLE, output
 
 TRACKER = "latest_checkpointed_iteration.txt"
-
-
-# ---- plain files ------------------------------------------------------------------------------
-
-PLAIN: dict[str, Any] = {
-    "format": "megatron_muon plain 1",
-    "step": 3,
-    "momentum": {"kind": "average", "factor": 0.9},
-    "model": {"a": torch.ones(2, 2)},
-    "state": {"a": {"momentum_buffer": torch.ones(2, 2)}},
-}
-
-
-def _state(value: object) -> dict[str, Any]:
-    return {"state": {"a": {"momentum_buffer": value}}}
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"model": {"a": [1.0]}}, "a is a list in"),
-        ({"model": {"a": None}}, "a is a NoneType in"),
-        ({"model": {"a": torch.ones(2, 2).to_sparse()}}, r"a is a torch.sparse_coo or quantized"),
-        (_state(3.0), "momentum_buffer of a is a float in"),
-        (_state(torch.ones(2, device="meta")), "momentum_buffer of a is a meta tensor in"),
-        ({"state": {"a": {"bogus": torch.ones(2)}}}, "has the state bogus of a, which is none of"),
-        ({"state": {"a": {5: torch.ones(2)}}}, "has the state 5 of a"),
-        ({"momentum": "average"}, "says that its momentum is 'average'"),
-        ({"momentum": {"kind": "mean", "factor": 0.9}}, "says that its momentum is"),
-        ({"momentum": {"kind": "sum"}}, r"the factor is None; .* in \[0, 1\)"),
-        ({"momentum": {"kind": "sum", "factor": math.nan}}, r"the factor is nan; .* in \[0, 1\)"),
-        ({"momentum": {"kind": "sum", "factor": 1.0}}, r"the factor is 1.0; .* in \[0, 1\)"),
-        ({"step": "abc"}, "says step 'abc'"),
-        ({"step": -7}, "says step -7"),
-        ({"step": math.nan}, "says step nan"),
-        ({"step": torch.ones(2)}, "says step tensor"),
-    ],
-)
-def test_a_plain_file_is_checked(tmp_path: Path, change: dict[str, Any], said: str) -> None:
-    torch.save(PLAIN, tmp_path / "right.pt")
-    found = read_foreign(tmp_path / "right.pt")
-    assert found.names == {"a"} and found.step == 3
-    torch.save(PLAIN | change, tmp_path / "wrong.pt")
-    with pytest.raises(CheckpointError, match=said):
-        read_foreign(tmp_path / "wrong.pt")
-
-
-@pytest.mark.parametrize(
-    ("groups", "said"),
-    [
-        ([None], "has a group of parameters that does not list them"),
-        ([{"momentum": 0.9}], "has a group of parameters that does not list them"),
-        ([{"params": [[0]], "momentum": 0.9}], "has a group of parameters that does not list them"),
-        ([{"params": [0, 1, 2, 3], "momentum": 0.9}], "has 2 names, and .* has parameter 3"),
-        ([{"params": [0, -1], "momentum": 0.9}], "has 2 names, and .* has parameter 0"),
-        ([{"params": [0], "momentum": 0.9}], "has 2 names, and .* has 1 parameters"),
-    ],
-)
-def test_numbers_have_one_name_each(tmp_path: Path, groups: list[Any], said: str) -> None:
-    (tmp_path / "names").write_text("a\nb\n")
-    names = read_names(tmp_path / "names")
-    state = {"state": {0: {"momentum_buffer": torch.ones(2, 2)}}, "param_groups": groups}
-    torch.save(state | {"param_groups": [{"params": [0, 1], "momentum": 0.9}]}, tmp_path / "right")
-    assert read_foreign(tmp_path / "right", names=names).names == {"a"}
-    torch.save(state, tmp_path / "wrong")
-    with pytest.raises(CheckpointError, match=said):
-        read_foreign(tmp_path / "wrong", names=names)
-
-
-def test_a_file_of_torch_is_not_named_otherwise(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"name it \.pt"):
-        write_torch_file(tmp_path / "a.safetensors", {}, overwrite=False)
-    with pytest.raises(CheckpointError, match="is a folder; name a file"):
-        write_torch_file(tmp_path, {}, overwrite=False)
-    with pytest.raises(CheckpointError, match=r"cannot be written .*too long"):
-        write_torch_file(tmp_path / ("x" * 300), {}, overwrite=False)
 
 
 # ---- pickles ----------------------------------------------------------------------------------
@@ -247,12 +171,21 @@ def test_the_tracker_does_not_go_back(
 ) -> None:
     root, source = tmp_path / "other", Checkpoint(written)
     root.mkdir()
-    for before, after in ((None, "3"), (2, "3"), (3, "3"), (7, "7")):
+    for before, after in ((None, "3"), ("2", "3"), ("", "3"), ("release", "3"), ("7", "7")):
         if before is not None:
-            write_tracker(root, before)
+            (root / TRACKER).write_text(before)
         assert write_output(output(), _options(root, overwrite=True), source) == 0
         assert (root / TRACKER).read_text() == after
     assert "was left as it is, at 7; load with --ckpt-step 3" in capsys.readouterr().out
+
+
+def test_megatron_finds_no_step_beside_a_release(
+    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / TRACKER).write_text("release")
+    assert write_output(output(), _options(tmp_path / "other"), Checkpoint(written)) == 0
+    assert "at release; to load this one write 3 there" in capsys.readouterr().out
 
 
 def test_no_checkpoint_goes_into_another(written: Path) -> None:
@@ -260,6 +193,10 @@ def test_no_checkpoint_goes_into_another(written: Path) -> None:
         check_target(written / "iter_0000003", None, overwrite=True)
     with pytest.raises(CheckpointError, match="is a file; name a folder"):
         check_target(written / "__0_0.distcp" / "iter_0000003", None, overwrite=True)
+    # Not in it, though its name is on the way.
+    check_target(written / ".." / "new" / "iter_0000003", None, overwrite=True)
+    (written.parents[1] / ".metadata").mkdir()
+    check_target(written.parent / "new" / "iter_0000003", None, overwrite=True)
 
 
 def _elsewhere(written: Path) -> Checkpoint:
@@ -299,6 +236,23 @@ def test_a_disk_that_is_full_anywhere_is_told(tmp_path: Path) -> None:
 # ---- the command line -------------------------------------------------------------------------
 
 
+def test_what_is_ignored_stays_ignored(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under nohup."""
+    heard = []
+
+    def hears(options: argparse.Namespace) -> int:
+        heard.extend(signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM))
+        return 0
+
+    monkeypatch.setattr(command_line.COMMANDS["inspect"], "run", hears)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        command_line.main(["inspect", str(written)])
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert heard == [signal.SIG_IGN, command_line._end]
+
+
 def test_what_nobody_thought_of_is_one_sentence(
     written: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,6 +286,8 @@ def _convert(*flags: str) -> argparse.Namespace:
         ),
         ("muon", ["--matrix-rule", "*:optimizer=adam"], "--matrix-rule"),
         ("dmuon", ["--heavy-ball", "0.9"], "--heavy-ball"),
+        ("adam", ["--heavy-ball", "0.9"], "--heavy-ball"),
+        ("dmuon", ["--heavy-ball", "0.9", "--momentum-start", "zero"], "--heavy-ball"),
     ],
 )
 def test_flags_that_change_nothing_are_refused(target: str, flags: list[str], said: str) -> None:

@@ -60,7 +60,8 @@ def _content() -> dict[str, Any]:
     [
         ({"format": "another"}, "its format is not"),
         ({"measured": []}, "it has no measurement"),
-        ({"measured": [5]}, "is no table of costs"),
+        ({"measured": [5]}, "an entry has 5 and should have"),
+        ({"measured": [["batch", "long", "nanoseconds", "short"]]}, "an entry has ['batch'"),
         ({"measured": [{"short": 1}]}, "an entry has ['short'] and should have"),
         ({"measured": [{"short": 3, "long": 2, "batch": 1, "nanoseconds": 5}]}, "above long"),
         ({"measured": [{"short": 1, "long": 2, "batch": 0, "nanoseconds": 5}]}, "batch is 0"),
