@@ -31,6 +31,7 @@ from megatron_muon.checkpoint import (
     verification,
 )
 from megatron_muon.checkpoint.errors import CheckpointError
+from megatron_muon.checkpoint.signals import SIGNALS
 
 COMMANDS: dict[str, Any] = {
     "inspect": inspection,
@@ -41,7 +42,6 @@ COMMANDS: dict[str, Any] = {
 }
 """Name to the module that holds HELP, add_arguments and run."""
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TRACEBACK = "MEGATRON_MUON_TRACEBACK"
 
 

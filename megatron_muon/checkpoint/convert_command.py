@@ -117,8 +117,8 @@ def write_output(output: Output, options: argparse.Namespace, source: Checkpoint
     root = Path(options.target)
     folder = root / f"iter_{step:07d}"
     workers, last = _workers(options.workers, output.nbytes), _last(root, options.overwrite)
-    check_target(folder, source, overwrite=options.overwrite)
     if options.dry_run:
+        check_target(folder, source, overwrite=options.overwrite)
         print(f"would be written to {folder}")
         return 0
     report = ProgressReport(output.nbytes)

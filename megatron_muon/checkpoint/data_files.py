@@ -9,9 +9,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,14 +22,13 @@ from megatron_muon.checkpoint.index import Place
 from megatron_muon.checkpoint.outputs import Bytes, OutBlob, OutChunk, Output
 from megatron_muon.checkpoint.reading import COMMON_KEY, Checkpoint
 from megatron_muon.checkpoint.safe_pickle import dump_torch
+from megatron_muon.checkpoint.signals import SIGNALS, signals_held
 
 PIECE = 1 << 20
 """Bytes that are copied at once."""
 
 FILE_BYTES = 2 << 30
 """Size of a data file, about; every file is written by one process."""
-
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Progress = Callable[[int], None]
 """Called with the number of bytes written so far."""
@@ -124,16 +122,6 @@ class _Counter:
         self._progress(self._done)
 
 
-@contextmanager
-def signals_held() -> Iterator[None]:
-    """Let signals that end a run wait for the end of the block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 _written: Any = None
 """In a worker process: the bytes that all of them have written."""
 
@@ -149,7 +137,7 @@ def _start_worker(written: Any, is_over: Any, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
 

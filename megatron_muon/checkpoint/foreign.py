@@ -80,13 +80,11 @@ def read_foreign(
         _read_plain(content, found)
     elif _is_state_dict(content):
         _read_state_dict(content, (), found, names, heavy_ball)
+    elif "model" not in content and _all_tensors(content):
+        found.weights = {name: (name,) for name in content}
     else:
         present = [k for k in OPTIMIZER_KEYS if _is_state_dict(content.get(k))]
         weights = content.get("model")
-        if not present and weights is None and _all_tensors(content):
-            found.weights = {name: (name,) for name in content}
-            _require_dense(content, found)
-            return found
         if isinstance(weights, Mapping):
             found.weights = {n: ("model", n) for n, t in weights.items() if _is_tensor(t)}
         for key in present:

@@ -69,6 +69,12 @@ class SourceState:
     grad_scaler: dict[str, Any] | None
 
 
+BUCKETS = (
+    "holds Adam's state as dp_reshardable, whose flat buckets do not say which element belongs to "
+    "which parameter"
+)
+
+
 def has_buckets(checkpoint: Checkpoint) -> bool:
     """Whether the state is ``dp_reshardable``: flat buckets."""
     return any(".gbuf_idx_" in key for key in checkpoint.tensors)
@@ -124,10 +130,7 @@ def source_state(
             say which element belongs to which parameter.
     """
     if has_buckets(checkpoint):
-        raise CheckpointError(
-            f"{checkpoint.folder} holds Adam's state as dp_reshardable, whose flat buckets do not "
-            f"say which element belongs to which parameter: {RESHARD}."
-        )
+        raise CheckpointError(f"{checkpoint.folder} {BUCKETS}: {RESHARD}.")
     kind = optimizer_of(checkpoint)
     if kind == "none" and not may_lack:
         raise CheckpointError(

@@ -18,7 +18,7 @@ from megatron_muon.checkpoint.names import (
 )
 from megatron_muon.checkpoint.parameters import model_tensors, stored_parameters
 from megatron_muon.checkpoint.reading import Checkpoint
-from megatron_muon.checkpoint.source_state import RESHARD, Location, has_buckets
+from megatron_muon.checkpoint.source_state import BUCKETS, RESHARD, Location, has_buckets
 
 HELP = "compare the values of two checkpoints, tensor by tensor, whatever their layouts"
 PARTS = ("all", "weights", "optimizer")
@@ -87,9 +87,8 @@ def compare(
     if part != "weights" and has_buckets(first) != has_buckets(second):
         one = first if has_buckets(first) else second
         raise CheckpointError(
-            f"{one.folder} holds Adam's state as dp_reshardable, whose flat buckets do not say "
-            "which element belongs to which parameter, and the other one does not: type --part "
-            f"weights, or {RESHARD}."
+            f"{one.folder} {BUCKETS}, and the other one does not: type --part weights, or "
+            f"{RESHARD}."
         )
     ours, theirs = _entries(first, part), _entries(second, part)
     for name in sorted(ours.keys() | theirs.keys()):

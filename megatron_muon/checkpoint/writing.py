@@ -15,13 +15,14 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_muon.checkpoint.data_files import Progress, signals_held, write_files
+from megatron_muon.checkpoint.data_files import Progress, write_files
 from megatron_muon.checkpoint.errors import CheckpointError
 from megatron_muon.checkpoint.index import INDEX_FILE, write_index
 from megatron_muon.checkpoint.manifest import MANIFEST_FILE, manifest
 from megatron_muon.checkpoint.outputs import Output
 from megatron_muon.checkpoint.reading import BACKEND_FILE, COMMON_FILE, TRACKER, Checkpoint
 from megatron_muon.checkpoint.safe_pickle import dump_torch
+from megatron_muon.checkpoint.signals import signals_held
 
 
 def write_checkpoint(

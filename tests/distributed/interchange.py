@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_muon.checkpoint.__main__ import main
-from tests.distributed.pretraining import pretrain
+from tests.distributed.pretraining import pretrain_with_our_hooks
 from tests.tiny_gpt import gather_full
 
 Ranks = Callable[..., list[Any]]
@@ -30,22 +30,9 @@ HEAD_DIM = HIDDEN // HEADS
 
 def trained(rank: int, *args: Any) -> tuple[list[float], Tensors]:
     """Losses, and the whole weights of this rank's part of the model at the end."""
-    import megatron_muon
-
-    megatron_muon.install()
-    from megatron.training import training
-
-    built = []
-    original = training.get_megatron_optimizer
-
-    def remembers(*positional: Any, **named: Any) -> Any:
-        built.append(original(*positional, **named))
-        return built[-1]
-
-    training.get_megatron_optimizer = remembers
-    losses = pretrain(rank, *args)
+    losses, optimizer = pretrain_with_our_hooks(rank, *args)
     found: Tensors = {}
-    for chunk in built[0].model_chunks:
+    for chunk in optimizer.model_chunks:
         found |= gather_full(chunk)
     return losses, found
 

@@ -87,6 +87,26 @@ def pretrain(
     return losses
 
 
+def pretrain_with_our_hooks(rank: int, *args: Any) -> tuple[list[float], Any]:
+    """``pretrain`` with our hooks installed: losses, and the optimizer that Megatron built."""
+    import megatron_muon
+
+    megatron_muon.install()
+    from megatron.training import training
+
+    built = []
+    original = training.get_megatron_optimizer
+
+    def remembers(*positional: Any, **named: Any) -> Any:
+        built.append(original(*positional, **named))
+        return built[-1]
+
+    training.get_megatron_optimizer = remembers
+    losses = pretrain(rank, *args)
+    (optimizer,) = built
+    return losses, optimizer
+
+
 def of_step(per_rank: list[list[float]], step: int, steps: int) -> float:
     """Mean loss of one step over the ranks that saw losses, which is that of the global batch."""
     seen = [losses[step * len(losses) // steps :] for losses in per_rank if losses]

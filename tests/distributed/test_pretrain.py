@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.pretraining import of_step, pretrain
+from tests.distributed.pretraining import of_step, pretrain_with_our_hooks
 
 Ranks = Callable[..., list[Any]]
 
@@ -23,24 +23,10 @@ ORTH_DION = (
 
 def pretrain_with_hooks(rank: int, *args: Any) -> tuple[list[float], dict[str, Any]]:
     """Losses, and what Megatron's arguments and optimizer became."""
-    import megatron_muon
-
-    megatron_muon.install()
-    from megatron.training import training
-
-    built = []
-    original = training.get_megatron_optimizer
-
-    def remembers(*positional: Any, **named: Any) -> Any:
-        built.append(original(*positional, **named))
-        return built[-1]
-
-    training.get_megatron_optimizer = remembers
-    losses = pretrain(rank, *args)
+    losses, optimizer = pretrain_with_our_hooks(rank, *args)
     from megatron.training import get_args
 
     arguments = get_args()
-    (optimizer,) = built
     return losses, {
         "class": type(optimizer).__name__,
         "optimizer": arguments.optimizer,
