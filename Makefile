@@ -29,7 +29,7 @@ lint: setup ## ruff and mypy
 	$(PY) -m mypy
 
 benchmark: setup ## AdamW, megatron-core's own muon, dmuon and Orth-Dion side by side on 4 ranks
-	$(PY) -m megatron_muon.benchmark
+	$(PY) -m benchmarks
 
 support-matrix: export OMP_NUM_THREADS := 1
 support-matrix: setup ## train every model at every layout and put the table into the README

@@ -14,10 +14,8 @@ import argparse
 import dataclasses
 import json
 import multiprocessing
-import os
 import statistics
 import sys
-import tempfile
 import time
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -30,12 +28,22 @@ import torch  # noqa: E402 - needs the path above
 from text_corpus import END_OF_DOCUMENT, HELD_OUT_PERCENT, select_documents  # noqa: E402
 
 from megatron_muon import MatrixConfig, cpu  # noqa: E402
+from tests.ranks import layout, run_ranks  # noqa: E402
 
-LAYERS, HIDDEN, HEADS, GROUPS, FFN, VOCAB = 3, 128, 4, 2, 352, 264
 SEQUENCE, BATCH = 128, 16
+SIZE = {
+    "layers": 3,
+    "hidden": 128,
+    "ffn": 352,
+    "heads": 4,
+    "query_groups": 2,
+    "vocab": 264,
+    "sequence": SEQUENCE,
+}
 WARMUP, SCALAR_LR = 15, 4e-3
 EVALUATION_BATCHES = 24
 SEED = 1234
+LIMIT_S = 24 * 3600
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,89 +114,31 @@ def batches(text: torch.Tensor, count: int, seed: int) -> torch.Tensor:
     return text[starts[..., None] + torch.arange(SEQUENCE + 1)]
 
 
-def join(world_size: int, rank: int, store: str, tp: int) -> None:
-    """Make process groups; a file is the meeting point."""
-    from megatron_muon.exchange.measuring import join_world
-    from megatron_muon.integration.contenders import make_groups
-
-    torch.set_num_threads(1)
-    join_world(rank=rank, size=world_size, store=store, backend="gloo")
-    make_groups(tp, SEED)
-
-
 def build(contender: Contender, rate: float, tp: int = 1) -> tuple[Any, Any]:
-    """The wrapped model and its optimizer."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.transformer import TransformerConfig
+    """The wrapped model and its optimizer, on the process groups that are made here."""
+    from benchmarks.models import ModelSize, build_model, make_optimizer, wrap
 
-    from megatron_muon import get_matrix_optimizer
-
-    config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        num_query_groups=GROUPS,
-        ffn_hidden_size=FFN,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        gradient_accumulation_fusion=False,
-        tensor_model_parallel_size=tp,
-    )
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
-        vocab_size=VOCAB,
-        max_sequence_length=SEQUENCE,
-        position_embedding_type="rope",
-    )
-    wrapped = DistributedDataParallel(
-        config=config,
-        ddp_config=DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True
-        ),
-        module=model,
-    )
+    layout(tp, seed=SEED)
+    model = wrap(build_model(ModelSize(**SIZE)))
     scalar_rate = rate if contender.matrix is None else SCALAR_LR
-    settings = OptimizerConfig(
-        optimizer="adam",
-        lr=scalar_rate,
-        min_lr=scalar_rate / 10,
-        weight_decay=0.1,
-        adam_beta1=0.9,
-        adam_beta2=0.95,
-        clip_grad=1.0,
-        params_dtype=torch.float32,
-        use_distributed_optimizer=True,
-    )
-    if contender.matrix is None:
-        return wrapped, get_megatron_optimizer(settings, [wrapped])
-    matrix = dataclasses.replace(contender.matrix, lr=rate, min_lr=rate / 10)
-    return wrapped, get_matrix_optimizer(settings, [wrapped], matrix_config=matrix)
+    matrix = contender.matrix and dataclasses.replace(contender.matrix, lr=rate, min_lr=rate / 10)
+    settings = {
+        "lr": scalar_rate,
+        "min_lr": scalar_rate / 10,
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+    }
+    return model, make_optimizer(model, matrix, **settings)
 
 
-def loss_of(model: Any, windows: torch.Tensor) -> torch.Tensor:
-    """Mean loss of a batch (batch, sequence + 1)."""
-    positions = torch.arange(SEQUENCE).expand(len(windows), -1)
-    losses: torch.Tensor = model(windows[:, :-1], positions, None, labels=windows[:, 1:])
-    return losses.mean()
-
-
-def train(contender: Contender, rate: float, steps: int, data: str) -> dict[str, Any]:
+def train(rank: int, contender: Contender, rate: float, steps: int, data: str) -> dict[str, Any]:
     """One run in a process of its own."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+    from benchmarks.models import backward, loss_of
+
     texts = torch.load(data, weights_only=True)
-    with tempfile.TemporaryDirectory() as folder:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
-        join(1, 0, f"{folder}/store", 1)
-        model, optimizer = build(contender, rate)
+    model, optimizer = build(contender, rate)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
@@ -204,16 +154,14 @@ def train(contender: Contender, rate: float, steps: int, data: str) -> dict[str,
     )
     losses, seconds, began = [], [], time.perf_counter()
     for windows in batches(texts["train"], steps, SEED):
-        model.zero_grad_buffer()
         optimizer.zero_grad()
-        loss = loss_of(model, windows)
-        torch.autograd.backward(loss)
+        loss = backward(model, windows)
         model.finish_grad_sync()
         before = time.perf_counter()
         optimizer.step()
         seconds.append(time.perf_counter() - before)
         scheduler.step(1)
-        losses.append(float(loss.detach()))
+        losses.append(float(loss))
     whole = time.perf_counter() - began
     with torch.no_grad():
         held_out = batches(texts["held_out"], EVALUATION_BATCHES, SEED + 1)
@@ -228,53 +176,30 @@ def train(contender: Contender, rate: float, steps: int, data: str) -> dict[str,
     }
 
 
-def count_bytes(rank: int, contender: Contender, tp: int, store: str, path: str) -> None:
-    """What a rank of four sends in a step at most, from the plan; written by rank 0."""
+def count_bytes(rank: int, contender: Contender, tp: int) -> dict[str, int]:
+    """What a rank of four sends in a step at most, from the plan."""
     from megatron_muon.integration.report import adam_traffic_bytes
 
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the life of the process
-    join(4, rank, store, tp)
     model, optimizer = build(contender, 1e-2, tp)
-    if rank == 0:
-        sent = (
-            max(load.sent_bytes for load in optimizer.chained_optimizers[0].plan.loads)
-            if contender.matrix is not None
-            else 0
-        )
-        adam = adam_traffic_bytes(model.buffers, 4 // tp)
-        Path(path).write_text(json.dumps({"exchange": sent, "adam": adam}))
-
-
-def bytes_at(contender: Contender, tp: int) -> dict[str, int]:
-    """Start four ranks that build the plan."""
-    fork = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/bytes.json"
-        ranks = [
-            fork.Process(target=count_bytes, args=(rank, contender, tp, f"{folder}/store", path))
-            for rank in range(4)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join(120)
-        found: dict[str, int] = json.loads(Path(path).read_text())
-    return found
+    loads = () if contender.matrix is None else optimizer.chained_optimizers[0].plan.loads
+    return {
+        "exchange": max((load.sent_bytes for load in loads), default=0),
+        "adam": adam_traffic_bytes(model.buffers, 4 // tp),
+    }
 
 
 def run_all(found: list[Contender], steps: int, data: str) -> list[dict[str, Any]]:
     """Every contender at every rate, two at a time; the best rate of each."""
     jobs = [(contender, rate) for contender in found for rate in contender.rates]
     runs: list[dict[str, Any]] = []
-    # A process for every run: Megatron's groups are made once in a life.
-    with ProcessPoolExecutor(
-        2, mp_context=multiprocessing.get_context("fork"), max_tasks_per_child=None
-    ) as pool:
-        futures: list[Future[dict[str, Any]]] = [
-            pool.submit(in_own_process, contender, rate, steps, data) for contender, rate in jobs
+    # Each forks a rank of its own: Megatron's groups are made once in the life of a process.
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
+        futures: list[Future[list[dict[str, Any]]]] = [
+            pool.submit(run_ranks, 1, train, contender, rate, steps, data, timeout=LIMIT_S)
+            for contender, rate in jobs
         ]
         for number, future in enumerate(as_completed(futures), start=1):
-            run = future.result()
+            [run] = future.result()
             runs.append(run)
             print(
                 f"[{number}/{len(jobs)}] {run['name']} at {run['rate']:g}: held-out loss "
@@ -287,24 +212,6 @@ def run_all(found: list[Contender], steps: int, data: str) -> list[dict[str, Any
         winner = min(tried, key=lambda run: run["validation"])
         best.append(winner | {"tried": {f"{r['rate']:g}": r["validation"] for r in tried}})
     return best
-
-
-def in_own_process(contender: Contender, rate: float, steps: int, data: str) -> dict[str, Any]:
-    """Fork once more, so that nothing of a run is left for the next."""
-    fork = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/run.json"
-        process = fork.Process(target=_write_run, args=(contender, rate, steps, data, path))
-        process.start()
-        process.join()
-        if process.exitcode:
-            raise RuntimeError(f"{contender.name} at {rate:g} ended with {process.exitcode}")
-        run: dict[str, Any] = json.loads(Path(path).read_text())
-    return run
-
-
-def _write_run(contender: Contender, rate: float, steps: int, data: str, path: str) -> None:
-    Path(path).write_text(json.dumps(train(contender, rate, steps, data)))
 
 
 def table(best: list[dict[str, Any]]) -> str:
@@ -356,8 +263,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="contenders whose name contains this")
     options = parser.parse_args()
     cpu.enable()
-    import megatron.core.models.gpt
-    import megatron.core.optimizer  # noqa: F401 - so that forks need not import it
+    import benchmarks.models  # noqa: F401 - so that forks need not import Megatron
 
     options.out.mkdir(parents=True, exist_ok=True)
     train_text, held_out = corpus(2.0)
@@ -366,7 +272,8 @@ def main() -> int:
     found = [c for c in contenders() if options.only in c.name]
     best = run_all(found, options.steps, data)
     for run, contender in zip(best, found, strict=True):
-        run["tp4"], run["tp2"] = bytes_at(contender, 4), bytes_at(contender, 2)
+        for tp in (4, 2):
+            run[f"tp{tp}"] = run_ranks(4, count_bytes, contender, tp)[0]
     (options.out / "result.json").write_text(json.dumps(best, indent=1))
     (options.out / "result.md").write_text(table(best) + "\n")
     plot(best, options.out / "loss.png")

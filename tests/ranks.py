@@ -42,9 +42,14 @@ class RankFailed(RuntimeError):
     """
 
     def __init__(self, reports: dict[int, str], headline: str) -> None:
+        # Both, so that a process pool can pass it on.
+        super().__init__(reports, headline)
         self.reports = reports
-        text = "\n".join(f"--- rank {rank} ---\n{reports[rank]}" for rank in sorted(reports))
-        super().__init__(f"{headline}\n{text}")
+        self.headline = headline
+
+    def __str__(self) -> str:
+        reports = (f"--- rank {rank} ---\n{self.reports[rank]}" for rank in sorted(self.reports))
+        return "\n".join((self.headline, *reports))
 
 
 class RanksTimedOut(RankFailed):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.benchmark.balance import BalanceRow, balance_lines, balance_table
+from benchmarks.balance import BalanceRow, balance_lines, balance_table
 
 
 @pytest.fixture(scope="module")

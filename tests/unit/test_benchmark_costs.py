@@ -1,4 +1,4 @@
-"""The table of measured times that the benchmark writes."""
+"""The table of measured times that ``python -m megatron_muon.benchmark`` writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_muon.benchmark.costs import BATCHES, default_shapes, parse_shapes
+from megatron_muon.benchmark import BATCHES, default_shapes, main, parse_shapes
 from megatron_muon.placement import load_cost_table
 
 
@@ -28,8 +28,6 @@ Run = Callable[..., Done]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    from megatron_muon.benchmark.__main__ import main
-
     def command(*flags: str) -> Done:
         monkeypatch.setattr(sys, "argv", ["benchmark", "--quick", *flags])
         try:
@@ -69,6 +67,12 @@ def test_wrong_flags_are_told(run: Run, tmp_path: Path, flags: tuple[str, ...], 
     assert done.code == 2
     assert said in done.err
     assert not list(tmp_path.iterdir())
+
+
+def test_without_a_file_the_error_names_the_flag_and_the_other_command(run: Run) -> None:
+    done = run()
+    assert done.code == 2
+    assert "--cost-table FILE" in done.err and "python -m benchmarks" in done.err
 
 
 def test_a_folder_that_is_not_there_is_told_before_measuring(run: Run, tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_muon.benchmark.steps import polynomial_of
-from megatron_muon.benchmark.timing import median_ms
+from megatron_muon.benchmark import median_ms
 from megatron_muon.linalg import (
     COEFFICIENT_SETS,
     Segments,
@@ -47,6 +46,17 @@ class KernelRow:
     gflop: float | None
     gemm_share: float | None
     error: float
+
+
+def polynomial_of(matrix: torch.Tensor, coefficients: str, steps: int) -> torch.Tensor:
+    """U p(σ / ‖·‖) Vᵀ of a matrix or batch, in float64."""
+    factors: tuple[torch.Tensor, ...] = torch.linalg.svd(matrix.double(), full_matrices=False)
+    u, sigma, vt = factors
+    sigma = sigma / sigma.norm(dim=-1, keepdim=True)
+    for a, b, c in coefficient_schedule(coefficients, steps):
+        sigma = a * sigma + b * sigma**3 + c * sigma**5
+    result: torch.Tensor = (u * sigma.unsqueeze(-2)) @ vt
+    return result
 
 
 def gemm_rate(device: torch.device, rounds: int) -> float:
@@ -172,8 +182,7 @@ def error_table() -> list[ErrorRow]:
     for name, found in COEFFICIENT_SETS.items():
         if not found.steps:
             continue
-        steps = len(found.steps) if len(found.steps) > 1 else STEPS
-        steps = 4 if name == "aol" else steps
+        steps = 4 if name == "aol" else len(found.steps) if len(found.steps) > 1 else STEPS
         schedule = coefficient_schedule(name, steps)
         standard, carried = standard_segments(schedule), carried_segments(schedule)
         for form, dtype, segments in (
@@ -184,20 +193,16 @@ def error_table() -> list[ErrorRow]:
         ):
             if dtype == torch.bfloat16 and not found.stable_in_bf16:
                 continue
-            results = [
-                newton_schulz(x, schedule, compute_dtype=dtype, segments=segments) for x in matrices
+            pairs = [
+                (newton_schulz(x, schedule, compute_dtype=dtype, segments=segments), x)
+                for x in matrices
             ]
             rows.append(
                 ErrorRow(
                     coefficients=f"{name}, {steps} steps",
                     form=form,
-                    polynomial=tuple(
-                        _error(r, polynomial_of(x, name, steps))
-                        for r, x in zip(results, matrices, strict=True)
-                    ),
-                    polar=tuple(
-                        _error(r, _polar(x)) for r, x in zip(results, matrices, strict=True)
-                    ),
+                    polynomial=tuple(_error(r, polynomial_of(x, name, steps)) for r, x in pairs),
+                    polar=tuple(_error(r, _polar(x)) for r, x in pairs),
                 )
             )
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -12,10 +13,10 @@ from typing import Any
 
 import torch
 
-from megatron_muon.benchmark.balance import BalanceRow
-from megatron_muon.benchmark.kernels import SPECTRA, ErrorRow, KernelRow
-from megatron_muon.benchmark.markdown import table
-from megatron_muon.benchmark.steps import Measurement
+from benchmarks.balance import balance_lines
+from benchmarks.kernels import SPECTRA, ErrorRow, KernelRow
+from benchmarks.markdown import table
+from benchmarks.steps import Measurement
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -158,14 +159,66 @@ def plot(layouts: Mapping[str, Mapping[str, Measurement]], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def as_json(value: Any) -> Any:
-    """Dataclasses as dictionaries, with medians."""
-    if isinstance(value, Measurement):
-        return asdict(value) | ({"median": value.median} if value.seconds else {})
-    if isinstance(value, KernelRow | ErrorRow | BalanceRow):
-        return asdict(value)
-    if isinstance(value, Mapping):
-        return {key: as_json(one) for key, one in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [as_json(one) for one in value]
-    return value
+def page(found: Mapping[str, Any], device: str, ranks: int, seconds: float) -> str:
+    """Everything that was measured, in Markdown."""
+    about, steps, training = found["about"], found["sizes"]["steps"], found["sizes"]["training"]
+    where = "one thread a rank, gloo" if device == "cpu" else "NCCL"
+    lines = [
+        (
+            f"{about['device']}, {about['cores']} cores (load {about['load_at_start']} at the "
+            f"start), {where}; torch {about['torch']}, megatron-core {about['megatron-core']}, "
+            f"emerging-optimizers {about['emerging-optimizers']}. Everything in fp32; "
+            f"{seconds:.0f} s in all."
+        ),
+        "",
+        (
+            f"**Optimizer step** on {ranks} ranks: {steps['layers']} Llama-shaped layers, h = "
+            f"{steps['hidden']}, FFN {steps['ffn']} (gated), {steps['query_groups']} of "
+            f"{steps['heads']} heads for k and v; median (min–max), the slowest rank of each step."
+        ),
+    ]
+    for name, results in found["steps"].items():
+        lines += ["", f"*{name}*", "", *optimizer_table(results)]
+    lines += [
+        "",
+        (
+            f"**Whole training step**, TP2·DP2, {training['layers']} layers, h = "
+            f"{training['hidden']}, {found['tokens']:,} tokens a step:"
+        ),
+        "",
+        *training_table(found["training"]),
+        "",
+        "**Orthogonalization alone**, one process, five quintic steps:",
+        "",
+        *kernels_table(found["kernels"]),
+        "",
+        (
+            "**Error of every form**, 192×512 matrices of three spectra, relative (Frobenius), "
+            "against the polynomial on the singular values and the polar factor, in float64:"
+        ),
+        "",
+        *errors_table(found["errors"]),
+        "",
+        (
+            "**Balance of owners** (modelled, five quintic steps in bf16 on a GPU without kernels; "
+            "nothing of these sizes was run):"
+        ),
+        "",
+        *balance_lines(found["balance"]),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def write(folder: Path, text: str, found: Mapping[str, Any]) -> None:
+    """Write benchmark.md, benchmark.json and benchmark.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "benchmark.md").write_text(text, encoding="utf-8")
+    (folder / "benchmark.json").write_text(
+        json.dumps(found, default=_fields, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
+    plot(found["steps"], folder / "benchmark.png")
+
+
+def _fields(row: Any) -> dict[str, Any]:
+    return asdict(row) | ({"median": row.median} if isinstance(row, Measurement) else {})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_muon.benchmark.markdown import table
+from benchmarks.markdown import table
 from megatron_muon.linalg import (
     cheapest_segments,
     coefficient_schedule,

@@ -1,0 +1,116 @@
+"""AdamW, megatron-core's muon, dmuon and Orth-Dion side by side: time, bytes, FLOPs, memory, error.
+
+    make benchmark    (or: .venv/bin/python -m benchmarks [--quick] [--out FOLDER] [--device cuda])
+
+Real megatron-core on four ranks of this machine, as TP4 and as TP2 x DP2, fp32, one thread a rank.
+Within a layout every optimizer has a copy of the same model in the same processes, gets the same
+gradients before every step, and takes its turn in every round. Writes benchmark.md, benchmark.json
+and benchmark.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+import warnings
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+# Before torch starts its thread pools: they neither survive a fork nor help several ranks a core.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+
+import torch
+
+from megatron_muon import cpu
+from megatron_muon.benchmark import say
+from tests.ranks import run_ranks
+
+RANKS = 4
+LAYOUTS = {"TP4": 4, "TP2·DP2": 2}
+LIMIT_S = 900.0
+
+
+def main() -> int:
+    """Measure, print, write."""
+    found_devices = torch.cuda.device_count()
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="small model, two rounds: 2 minutes")
+    parser.add_argument("--out", type=Path, default=Path("benchmark_output"), help="folder")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if found_devices >= RANKS else "cpu",
+        help="cuda needs four devices",
+    )
+    options = parser.parse_args()
+    if options.device == "cuda" and found_devices < RANKS:
+        parser.error(f"--device cuda needs {RANKS} devices, found {found_devices}")
+    # What has to come before anything imports Megatron, which the ranks then have as forks.
+    torch.set_num_threads(1)
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    if options.device == "cpu":
+        cpu.enable()
+    from benchmarks import report
+
+    started = time.monotonic()
+    found = _measure(options.device, quick=options.quick)
+    text = report.page(found, options.device, RANKS, time.monotonic() - started)
+    report.write(options.out, text, found)
+    print(text)
+    print(f"written to {options.out}/benchmark.{{md,json,png}}")
+    return 0
+
+
+def _measure(kind: str, *, quick: bool) -> dict[str, Any]:
+    from benchmarks.balance import balance_table
+    from benchmarks.kernels import error_table, kernel_table
+    from benchmarks.models import ModelSize
+    from benchmarks.report import machine
+    from benchmarks.steps import measure_optimizer_steps, measure_training_steps
+
+    def on_ranks(body: Any, *args: Any) -> Any:
+        return run_ranks(RANKS, body, kind, *args, timeout=LIMIT_S, init_process_group=False)[0]
+
+    rounds, device = 2 if quick else 7, torch.device(kind)
+    llama = ModelSize(
+        layers=1 if quick else 4,
+        hidden=512,
+        ffn=2048,
+        heads=16,
+        query_groups=4,
+        vocab=512,
+        sequence=128,
+    )
+    layers = 2 if quick else 4
+    narrow = replace(llama, layers=layers, hidden=256, ffn=1024, heads=8, sequence=512)
+    micro_batches = 4 if quick else 32
+    found: dict[str, Any] = {"about": machine(device)}
+    say("orthogonalization alone")
+    found["kernels"] = kernel_table(device, rounds)
+    say("errors of every form and coefficient set")
+    found["errors"] = error_table()
+    found["balance"] = balance_table((8, 32) if quick else (8, 32, 128))
+    found["steps"] = {}
+    for name, tp in LAYOUTS.items():
+        say(f"optimizer steps at {name}")
+        found["steps"][name] = on_ranks(measure_optimizer_steps, tp, llama, rounds)
+    say("whole training steps at TP2·DP2")
+    training_rounds = 2 if quick else 5
+    found["training"] = on_ranks(measure_training_steps, 2, narrow, training_rounds, micro_batches)
+    found["sizes"] = {"steps": asdict(llama), "training": asdict(narrow)}
+    found["tokens"] = 2 * micro_batches * narrow.sequence
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Optimizers side by side in one run: ``python -m megatron_muon.benchmark``."""
