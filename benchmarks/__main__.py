@@ -73,15 +73,13 @@ def main() -> int:
 
 def _measure(kind: str, *, quick: bool) -> dict[str, Any]:
     from benchmarks.balance import balance_table
-    from benchmarks.kernels import error_table, kernel_table
     from benchmarks.models import ModelSize
-    from benchmarks.report import machine
     from benchmarks.steps import measure_optimizer_steps, measure_training_steps
 
-    def on_ranks(body: Any, *args: Any) -> Any:
-        return run_ranks(RANKS, body, kind, *args, timeout=LIMIT_S, init_process_group=False)[0]
+    def on_ranks(number: int, body: Any, *args: Any) -> Any:
+        return run_ranks(number, body, kind, *args, timeout=LIMIT_S, init_process_group=False)[0]
 
-    rounds, device = 2 if quick else 7, torch.device(kind)
+    rounds = 2 if quick else 7
     llama = ModelSize(
         layers=1 if quick else 4,
         hidden=512,
@@ -94,21 +92,33 @@ def _measure(kind: str, *, quick: bool) -> dict[str, Any]:
     layers = 2 if quick else 4
     narrow = replace(llama, layers=layers, hidden=256, ffn=1024, heads=8, sequence=512)
     micro_batches = 4 if quick else 32
+    # In a fork as well: a process that has used CUDA itself cannot fork ranks that use it.
+    found: dict[str, Any] = on_ranks(1, _measure_alone, rounds)
+    found["balance"] = balance_table((8, 32) if quick else (8, 32, 128))
+    found["steps"] = {}
+    for name, tp in LAYOUTS.items():
+        say(f"optimizer steps at {name}")
+        found["steps"][name] = on_ranks(RANKS, measure_optimizer_steps, tp, llama, rounds)
+    say("whole training steps at TP2·DP2")
+    training_rounds = 2 if quick else 5
+    found["training"] = on_ranks(
+        RANKS, measure_training_steps, 2, narrow, training_rounds, micro_batches
+    )
+    found["sizes"] = {"steps": asdict(llama), "training": asdict(narrow)}
+    found["tokens"] = 2 * micro_batches * narrow.sequence
+    return found
+
+
+def _measure_alone(rank: int, kind: str, rounds: int) -> dict[str, Any]:
+    from benchmarks.kernels import error_table, kernel_table
+    from benchmarks.report import machine
+
+    device = torch.device(kind)
     found: dict[str, Any] = {"about": machine(device)}
     say("orthogonalization alone")
     found["kernels"] = kernel_table(device, rounds)
     say("errors of every form and coefficient set")
     found["errors"] = error_table()
-    found["balance"] = balance_table((8, 32) if quick else (8, 32, 128))
-    found["steps"] = {}
-    for name, tp in LAYOUTS.items():
-        say(f"optimizer steps at {name}")
-        found["steps"][name] = on_ranks(measure_optimizer_steps, tp, llama, rounds)
-    say("whole training steps at TP2·DP2")
-    training_rounds = 2 if quick else 5
-    found["training"] = on_ranks(measure_training_steps, 2, narrow, training_rounds, micro_batches)
-    found["sizes"] = {"steps": asdict(llama), "training": asdict(narrow)}
-    found["tokens"] = 2 * micro_batches * narrow.sequence
     return found
 
 

@@ -2,7 +2,7 @@
 
     python -m megatron_muon.benchmark --cost-table FILE [--cost-shapes 4096x14336,1024x4096]
 
-Needs no Megatron. The comparison of optimizers is ``python -m benchmarks`` in a source checkout.
+Needs no Megatron. To compare optimizers, type ``make benchmark`` in a checkout.
 """
 
 import argparse
@@ -81,17 +81,21 @@ def main() -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     parser = argparse.ArgumentParser(prog="python -m megatron_muon.benchmark", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add = parser.add_argument
+    add, shapes = parser.add_argument, default_shapes(device)
     add("--cost-table", type=Path, metavar="FILE", help="table to write")
-    add("--cost-shapes", type=parse_shapes, metavar="MxN,…", default=default_shapes(device))
-    dtypes = ("bfloat16", "float16", "float32", "float64")
-    add("--cost-dtype", choices=dtypes, default=dtypes[0 if device.type == "cuda" else 2])
-    add("--cost-steps", type=int, default=5, help="Newton-Schulz steps")
+    add("--cost-shapes", type=parse_shapes, metavar="MxN,…", default=shapes, help="default: a grid")
+    add(
+        "--cost-dtype",
+        choices=("bfloat16", "float16", "float32", "float64"),
+        default="bfloat16" if device.type == "cuda" else "float32",
+        help="of the iteration; default here: %(default)s",
+    )
+    add("--cost-steps", type=int, default=5, help="Newton-Schulz steps, default: 5")
     add("--quick", action="store_true", help="three rounds instead of seven")
     options = parser.parse_args()
     path, steps, rounds = options.cost_table, options.cost_steps, 3 if options.quick else 7
     if path is None:
-        parser.error("type --cost-table FILE; python -m benchmarks compares optimizers (checkout)")
+        parser.error("type --cost-table FILE; to compare optimizers: make benchmark in a checkout")
     if steps < 1:
         parser.error(f"--cost-steps is {steps}; it must be >= 1")
     if not path.parent.is_dir() or path.is_dir():

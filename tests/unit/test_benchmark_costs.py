@@ -72,7 +72,7 @@ def test_wrong_flags_are_told(run: Run, tmp_path: Path, flags: tuple[str, ...], 
 def test_without_a_file_the_error_names_the_flag_and_the_other_command(run: Run) -> None:
     done = run()
     assert done.code == 2
-    assert "--cost-table FILE" in done.err and "python -m benchmarks" in done.err
+    assert "--cost-table FILE" in done.err and "make benchmark" in done.err
 
 
 def test_a_folder_that_is_not_there_is_told_before_measuring(run: Run, tmp_path: Path) -> None:
