@@ -1,8 +1,8 @@
 """Public bug reports of this field, and the test here that shows each not to hold.
 
 The reports are those of the project's design notes under "Ownership, layout, communication",
-"Routing and maths" and "Checkpoint". M is NVIDIA/Megatron-LM. A report without a test has the
-reason instead.
+"Routing and maths", "Checkpoint" and "Added". M is NVIDIA/Megatron-LM. A report without a test has
+the reason instead.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ _CASES = "tests/distributed/test_checkpoint_cases.py::"
 _ANY = "tests/distributed/test_any_layout.py::"
 _LAYOUTS = "tests/distributed/test_layouts.py::"
 _EQUAL = "tests/distributed/test_training_equality.py::"
+_ADAPTERS = "tests/distributed/test_adapters.py::"
 _ALONE = "tests/distributed/test_rule_alone.py::"
 _MODEL = "tests/unit/integration/test_model_parameters.py::"
 _RUNNER = "tests/unit/exchange/test_runner.py::"
@@ -182,6 +183,10 @@ REPORTS: dict[str, tuple[str, ...]] = {
         _SCHULZ + "test_the_input_keeps_every_bit",
     ),
     "M#1428 Newton-Schulz on each holder": (_ALONE + "test_counts_equal_the_prediction",),
+    "OneTrainer#1314 miles#1761 M#4691 low-rank factors sent to Muon": (
+        "tests/unit/matrices/test_adapters.py::test_both_factors_of_every_naming_at_every_rank",
+        _ADAPTERS + "test_adapters_are_trained_as_by_adam_whatever_their_rank",
+    ),
     "Moonlight#27 Newton-Schulz on the local shard": (
         _EQUAL + "TestAWrongVariantFails::test_blockwise_per_tp_shard",
     ),

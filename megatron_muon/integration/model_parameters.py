@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from megatron_muon.integration.packings import packing_of
-from megatron_muon.matrices import WHOLE, Family, Packing, ParameterFacts
+from megatron_muon.matrices import (
+    WHOLE,
+    Family,
+    Packing,
+    ParameterFacts,
+    adapter_parameters,
+    unwrapped,
+)
 
 TIED_EMBEDDING = "embedding.word_embeddings.weight"
 """Megatron's name of the embedding that the output layer may share."""
@@ -76,16 +83,27 @@ def model_parameters(
     found: list[list[ModelParameter]] = []
     seen: set[int] = set()
     for chunk in model_chunks:
+        modules = [(unwrapped(path), module) for path, module in chunk.named_modules()]
+        # A wrapper has the path of what it wraps, which comes after it and stays.
+        by_path = dict(modules)
+        places = [
+            _Place(
+                path=path,
+                leaf=leaf,
+                module=module,
+                parameter=parameter,
+                by_path=by_path,
+                sizes=(tp, expert_tp),
+            )
+            for path, module in modules
+            for leaf, parameter in module.named_parameters(recurse=False)
+        ]
+        adapters = adapter_parameters({place.global_name: place.global_shape for place in places})
         described: list[ModelParameter] = []
-        by_path = {_strip_wrappers(path): module for path, module in chunk.named_modules()}
-        for path, module in by_path.items():
-            for leaf, parameter in module.named_parameters(recurse=False):
-                if not parameter.requires_grad or id(parameter) in seen:
-                    continue
-                seen.add(id(parameter))
-                place = _Place(path=path, leaf=leaf, by_path=by_path)
-                is_expert = not getattr(parameter, "allreduce", True)
-                described.append(_describe(place, parameter, expert_tp if is_expert else tp))
+        for place in places:
+            if place.parameter.requires_grad and id(place.parameter) not in seen:
+                seen.add(id(place.parameter))
+                described.append(_describe(place, adapters))
         found.append(described)
     return tuple(_with_unique_names(found))
 
@@ -100,13 +118,6 @@ def _with_unique_names(chunks: Sequence[Sequence[ModelParameter]]) -> Iterator[M
             yield entry
 
 
-def _strip_wrappers(path: str) -> str:
-    """Drop the ``module.`` prefixes that DDP and Float16Module put in front."""
-    while path == "module" or path.startswith("module."):
-        path = path[len("module.") :]
-    return path
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Place:
     """Where a parameter is in its model.
@@ -114,20 +125,54 @@ class _Place:
     Attributes:
         path: Path of its module without wrapper prefixes.
         leaf: Its name in the module.
+        module: The module.
+        parameter: The parameter itself.
         by_path: Every module of the chunk.
+        sizes: Tensor-parallel and expert-tensor-parallel size.
     """
 
     path: str
     leaf: str
+    module: torch.nn.Module
+    parameter: torch.nn.Parameter
     by_path: Mapping[str, torch.nn.Module]
-
-    @property
-    def module(self) -> torch.nn.Module:
-        return self.by_path[self.path]
+    sizes: tuple[int, int]
 
     @property
     def parent(self) -> torch.nn.Module | None:
         return self.by_path.get(self.path.rpartition(".")[0]) if self.path else None
+
+    @property
+    def is_expert(self) -> bool:
+        return not getattr(self.parameter, "allreduce", True)
+
+    @property
+    def tp(self) -> int:
+        return self.sizes[self.is_expert]
+
+    @property
+    def tp_dim(self) -> int | None:
+        # On replicated Transformer Engine weights partition_dim is 0 all the same.
+        cut = self.tp > 1 and bool(getattr(self.parameter, "tensor_model_parallel", False))
+        return int(self.parameter.partition_dim) if cut else None  # type: ignore[attr-defined]
+
+    @property
+    def is_linear_weight(self) -> bool:
+        return self.leaf.startswith("weight") and any(
+            base.__name__.endswith("Linear") for base in type(self.module).__mro__
+        )
+
+    @property
+    def stacks_experts(self) -> bool:
+        return self.parameter.dim() == 3 and self.is_linear_weight and self.experts is not None
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """Shape gathered over TP; of a stack that of one expert, as its ``partition_dim`` is."""
+        shape = list(self.parameter.shape[1:] if self.stacks_experts else self.parameter.shape)
+        if self.tp_dim is not None:
+            shape[self.tp_dim] *= self.tp
+        return tuple(shape)
 
     @property
     def experts(self) -> tuple[int, ...] | None:
@@ -160,43 +205,33 @@ class _Place:
         return ".".join([*renamed, leaf])
 
 
-def _describe(place: _Place, parameter: torch.nn.Parameter, tp: int) -> ModelParameter:
-    module = place.module
-    is_linear_weight = place.leaf.startswith("weight") and any(
-        base.__name__.endswith("Linear") for base in type(module).__mro__
-    )
-    # On replicated Transformer Engine weights partition_dim is 0 all the same.
-    cut = tp > 1 and bool(getattr(parameter, "tensor_model_parallel", False))
-    tp_dim = int(parameter.partition_dim) if cut else None  # type: ignore[attr-defined]
-    stacks = parameter.dim() == 3 and is_linear_weight and place.experts is not None
+def _describe(place: _Place, adapters: Collection[str]) -> ModelParameter:
+    module, parameter, tp_dim = place.module, place.parameter, place.tp_dim
     family: Family = ""
     packing = WHOLE
-    if is_linear_weight and (parameter.dim() == 2 or stacks):
+    if place.is_linear_weight and (parameter.dim() == 2 or place.stacks_experts):
         family, packing = packing_of(
-            place.path, parameter, place.parent, cut=tp if tp_dim == 0 else 1
+            place.path, parameter, place.parent, cut=place.tp if tp_dim == 0 else 1
         )
-    # partition_dim of a stack counts within one expert's weight.
-    shape = list(parameter.shape[1:] if stacks else parameter.shape)
-    if tp_dim is not None:
-        shape[tp_dim] *= tp
     return ModelParameter(
         tensor=parameter,
         facts=ParameterFacts(
             name=place.global_name,
-            shape=tuple(shape),
-            is_linear_weight=is_linear_weight,
+            shape=place.global_shape,
+            is_linear_weight=place.is_linear_weight,
             is_embedding_or_output=_is_embedding_or_output(place, parameter),
             is_router="Router" in type(module).__name__,
             is_tied=bool(
                 getattr(parameter, "shared", False) or getattr(parameter, "shared_embedding", False)
             ),
+            is_adapter=place.global_name in adapters,
         ),
         tp_dim=tp_dim,
-        tp=tp,
+        tp=place.tp,
         packing=packing,
         family=family,
-        is_expert=not getattr(parameter, "allreduce", True),
-        stack=place.experts if stacks else None,
+        is_expert=place.is_expert,
+        stack=place.experts if place.stacks_experts else None,
     )
 
 

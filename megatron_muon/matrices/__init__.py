@@ -3,6 +3,7 @@
 Data and pure functions; nothing here knows torch, Megatron or a process group.
 """
 
+from megatron_muon.matrices.adapters import adapter_parameters, unwrapped
 from megatron_muon.matrices.known_packings import Family, packing_by_name
 from megatron_muon.matrices.logical import Block, LogicalMatrix, logical_matrices, natural_key
 from megatron_muon.matrices.packing import (
@@ -36,6 +37,7 @@ __all__ = [
     "Rule",
     "ShardedParameter",
     "SplitMode",
+    "adapter_parameters",
     "data_parallel_ranges",
     "default_route",
     "intervals",
@@ -47,4 +49,5 @@ __all__ = [
     "parse_rule",
     "route",
     "unmatched_rules",
+    "unwrapped",
 ]

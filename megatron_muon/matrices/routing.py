@@ -18,6 +18,7 @@ class ParameterFacts:
         is_embedding_or_output: Word or position embedding, or the output layer.
         is_router: A mixture-of-experts router.
         is_tied: A copy of it is on another pipeline stage (tied embedding and output).
+        is_adapter: It belongs to a low-rank adapter, see ``adapters``.
     """
 
     name: str
@@ -26,6 +27,7 @@ class ParameterFacts:
     is_embedding_or_output: bool
     is_router: bool
     is_tied: bool
+    is_adapter: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +49,11 @@ def default_route(facts: ParameterFacts, *, min_dim: int) -> Route:
     Args:
         facts: The parameter.
         min_dim: A matrix with a side shorter than this goes to Adam: it is a bundle of vectors
-            (a LoRA factor, a gate with one output) more than a matrix.
+            (a gate with one output) more than a matrix.
     """
     ndim = len(facts.shape)
+    if facts.is_adapter:
+        return Route(optimizer="adam", reason="low-rank adapter")
     if facts.is_embedding_or_output:
         return Route(optimizer="adam", reason="embedding or output layer")
     if facts.is_tied:

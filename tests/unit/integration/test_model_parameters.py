@@ -291,6 +291,41 @@ class TestStateSpace:
         assert routed["out_proj.weight"].is_matrix
 
 
+class TestAdapters:
+    """Megatron-Bridge's ``LoRALinear`` and ``ParallelLinearAdapter``: TP cuts the rank of A."""
+
+    def model(self, rank: int, *, tp: int = 1, frozen: bool = True) -> nn.Module:
+        base = TEColumnParallelLinear(96 // tp, H)
+        adapter = _module(
+            linear_in=TEColumnParallelLinear(rank // tp, H),
+            linear_out=TEColumnParallelLinear(96 // tp, rank),
+        )
+        if frozen:
+            base.requires_grad_(False)
+        return _module(self_attention=_module(linear_qkv=_module(to_wrap=base, adapter=adapter)))
+
+    @pytest.mark.parametrize("rank", [8, 32, 64])
+    def test_adapters_are_adams_at_every_rank_unless_a_rule_says_else(self, rank: int) -> None:
+        names = [f"self_attention.linear_qkv.adapter.linear_{x}.weight" for x in ("in", "out")]
+        routed = _routed(self.model(rank))
+        assert {name: routed[name].route.reason for name in names} == dict.fromkeys(
+            names, "low-rank adapter"
+        )
+        assert not any(r.is_matrix for r in routed.values())
+        routed = _routed(self.model(rank), Rule(pattern="*.linear_out.weight", optimizer="matrix"))
+        assert [n for n, r in routed.items() if r.is_matrix] == names[1:]
+
+    @pytest.mark.parametrize("tp", [1, 2])
+    def test_the_adapted_weight_keeps_name_and_packing(self, tp: int) -> None:
+        """Megatron-Bridge saves it under this name, too; unfrozen it is split as ever."""
+        found = _found(self.model(32, tp=tp, frozen=False), tp=tp)
+        qkv = found["self_attention.linear_qkv.weight"]
+        assert _shapes(qkv) == {"[q]": (48, H), "[k]": (24, H), "[v]": (24, H)}
+        assert not qkv.facts.is_adapter
+        factor = found["self_attention.linear_qkv.adapter.linear_in.weight"]
+        assert (factor.facts.is_adapter, factor.facts.shape) == (True, (32, H))
+
+
 class TestTheRest:
     def test_routers_positions_and_thin_matrices_are_adams_unless_a_rule_says_else(self) -> None:
         class TopKRouter(nn.Module):
