@@ -25,7 +25,12 @@ from megatron_muon.integration.param_groups import group_overrides
 from megatron_muon.integration.report import startup_report, summarize
 from megatron_muon.integration.routes import RoutedParameter, route_all
 from megatron_muon.integration.stage import MatrixRule, make_rule, plan_stage
-from megatron_muon.integration.support import ConfigurationError, config_problems
+from megatron_muon.integration.support import (
+    ConfigurationError,
+    config_problems,
+    model_problems,
+    settings_of,
+)
 from megatron_muon.matrices import Rule, unmatched_rules
 
 original_factory = megatron_optimizer.get_megatron_optimizer
@@ -53,7 +58,8 @@ def get_matrix_optimizer(
         use_gloo_process_groups: As in Megatron.
         pg_collection: As in Megatron; None for the groups of ``parallel_state``.
         dump_param_to_param_group_map: As in Megatron.
-        matrix_config: Settings of the matrix optimizer; None for the defaults.
+        matrix_config: Settings of the matrix optimizer; None for the defaults, with what the
+            ``muon_…`` fields of ``config`` say.
 
     Returns:
         The optimizer, to be used as Megatron's.
@@ -61,11 +67,14 @@ def get_matrix_optimizer(
     Raises:
         ConfigurationError: On every rank, with every problem found.
     """
-    settings = matrix_config or MatrixConfig()
+    settings = settings_of(config, matrix_config)
     tp, expert_tp = tensor_parallel_sizes(pg_collection)
     found = model_parameters(model_chunks, tp=tp, expert_tp=expert_tp)
     routed, problems = route_all(found, settings)
     problems += config_problems(config, settings, model_chunks)
+    problems += model_problems(model_chunks)
+    if not any(gather_objects(bool(found))):
+        problems.append("no parameter of the model is trainable: there is nothing to optimize")
     _raise_on_every_rank(problems, settings.rules, [p.rule_name for p in found])
     _raise_on_every_rank(_unequal_settings(settings, config))
     with_experts = any(gather_objects(any(p.is_expert for p in found)))
@@ -100,8 +109,9 @@ def get_matrix_optimizer(
 def _unequal_settings(settings: MatrixConfig, config: OptimizerConfig) -> list[str]:
     """Settings that are not the same on all ranks: none of them would notice, all would diverge."""
     mine = {f"MatrixConfig.{f.name}": getattr(settings, f.name) for f in fields(settings)}
-    for name in ("lr", "min_lr", "weight_decay", "clip_grad"):
-        mine[f"OptimizerConfig.{name}"] = getattr(config, name)
+    for field in fields(config):
+        if field.name not in ("timers", "config_logger_dir"):
+            mine[f"OptimizerConfig.{field.name}"] = getattr(config, field.name)
     first, *others = gather_objects(mine)
     return [
         f"rank {rank} has {name}={theirs[name]!r}, rank 0 has {first[name]!r}: start all alike"

@@ -19,11 +19,12 @@ logger = logging.getLogger(__name__)
 
 
 class MatrixChainedOptimizer(ChainedOptimizer):
-    """``ChainedOptimizer`` that skips a step whose gradient norm is not finite.
+    """``ChainedOptimizer`` that skips a step whose gradient norm is not finite, or too large.
 
     Megatron skips only when a loss scaler found the inf or nan; without one (bf16, fp32) it would
-    write it into every weight. The norm is the same number on all ranks, so all of them skip, and
-    no byte of weights or state changes.
+    write it into every weight. Its ``grad_norm_skip_threshold`` holds on ranks that have parameters
+    only; the others would wait for the exchange. The norm is the same number on all ranks, so all
+    of them skip, and no byte of weights or state changes.
     """
 
     _last_norm: Any = 0.0
@@ -36,7 +37,7 @@ class MatrixChainedOptimizer(ChainedOptimizer):
     def step_with_ready_grads(self) -> bool:
         """Step all optimizers, or none and return False."""
         norm, self._last_norm = float(self._last_norm), 0.0
-        if not math.isfinite(norm):
+        if not math.isfinite(norm) or norm > self.config.grad_norm_skip_threshold:
             log_single_rank(
                 logger,
                 logging.WARNING,

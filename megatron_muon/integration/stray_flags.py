@@ -1,4 +1,4 @@
-"""Flags that were given to an optimizer which does not take them: refused, never ignored."""
+"""Settings that were given to an optimizer which does not take them: refused, never ignored."""
 
 from __future__ import annotations
 
@@ -53,6 +53,39 @@ OWN: dict[str, dict[str, Any]] = {
     },
 }
 
+SPLIT_FROM = "--dmuon-split-min-gflop"
+IDLE_SPLIT = (
+    f"{SPLIT_FROM} has no effect without --dmuon-split-ranks: remove it or type "
+    "--dmuon-split-ranks 8"
+)
+
+
+def stray_setting_problems(settings: MatrixConfig) -> list[str]:
+    """The same as ``stray_flag_problems`` of settings made in Python, by the same table."""
+    takes = {**OWN, "dmuon": OWN["dmuon"] | MUON_DEFAULTS}
+    # Orth-Dion's has no flag.
+    own = {"extra_scale_factor", *map(_field, takes.get(settings.optimizer, ()))}
+    default = MatrixConfig(optimizer=settings.optimizer)
+    problems = [
+        f"MatrixConfig.{field} has no effect with {settings.optimizer}: leave it at "
+        f"{getattr(default, field)!r} or set optimizer='{optimizer}'"
+        for optimizer, flags in takes.items()
+        for field in map(_field, flags)
+        if field not in own and getattr(settings, field) != getattr(default, field)
+    ]
+    is_idle = settings.split_ranks == 1 and settings.split_min_gflop != default.split_min_gflop
+    if settings.optimizer == "dmuon" and is_idle:
+        problems.append(IDLE_SPLIT)
+    return problems
+
+
+def _field(flag: str) -> str:
+    """Field of ``MatrixConfig`` that a flag of one optimizer sets."""
+    name = destination(flag)
+    for prefix in ("dmuon_", "orth_dion_", "muon_"):
+        name = name.removeprefix(prefix)
+    return name
+
 
 def stray_flag_problems(args: Any) -> list[str]:
     """A sentence for every flag of ours, or of muon's, that ``--optimizer`` does not take.
@@ -71,16 +104,9 @@ def stray_flag_problems(args: Any) -> list[str]:
             problems += [
                 _sentence(flag, chosen, f"--optimizer {optimizer}") for flag in _given(args, flags)
             ]
-    split_from = "--dmuon-split-min-gflop"
-    if (
-        chosen == "dmuon"
-        and args.dmuon_split_ranks == 1
-        and _given(args, {split_from: MatrixConfig.split_min_gflop})
-    ):
-        problems.append(
-            f"{split_from} has no effect without --dmuon-split-ranks: remove it or type "
-            "--dmuon-split-ranks 8"
-        )
+    split_from = {SPLIT_FROM: MatrixConfig.split_min_gflop}
+    if chosen == "dmuon" and args.dmuon_split_ranks == 1 and _given(args, split_from):
+        problems.append(IDLE_SPLIT)
     if chosen == "orth_dion":
         problems += [
             _sentence(flag, chosen, "--optimizer dmuon") for flag in _given(args, MUON_DEFAULTS)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+
 from megatron_muon.config import OPTIMIZERS, MatrixConfig
+from megatron_muon.integration.refusals import config_refusals, flag_refusals
+from megatron_muon.integration.stray_flags import MUON_DEFAULTS, stray_setting_problems
 from megatron_muon.linalg import (
     COMPUTE_POLICIES,
     EXCHANGE_POLICIES,
@@ -16,6 +21,8 @@ from megatron_muon.linalg import (
     coefficient_schedule,
 )
 from megatron_muon.placement import load_cost_table
+
+PARAM_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class ConfigurationError(ValueError):
@@ -34,86 +41,6 @@ class ConfigurationError(ValueError):
         )
 
 
-def _later(flag: str, instead: str) -> str:
-    return f"{flag} is not supported with --optimizer {{optimizer}} yet: {instead}"
-
-
-_FLAG_PROBLEMS: tuple[tuple[Callable[[Any], bool], str], ...] = (
-    (
-        lambda a: bool(a.use_precision_aware_optimizer),
-        _later("--use-precision-aware-optimizer", "remove the flag (state is fp32)"),
-    ),
-    (lambda a: bool(a.optimizer_cpu_offload), _later("--optimizer-cpu-offload", "remove the flag")),
-    (lambda a: bool(a.optimizer_cuda_graph), _later("--optimizer-cuda-graph", "remove the flag")),
-    (
-        lambda a: bool(a.use_megatron_fsdp),
-        _later("--use-megatron-fsdp", "use --use-distributed-optimizer instead"),
-    ),
-    (
-        lambda a: bool(a.use_torch_fsdp2),
-        _later("--use-torch-fsdp2", "use --use-distributed-optimizer instead"),
-    ),
-    (lambda a: bool(a.fp16), _later("--fp16", "use --bf16")),
-    (lambda a: bool(a.fp8_param_gather), _later("--fp8-param-gather", "remove the flag")),
-    (
-        lambda a: bool(getattr(a, "fp4_param_gather", False)),
-        _later("--fp4-param-gather", "remove the flag"),
-    ),
-    (
-        lambda a: bool(a.overlap_param_gather_with_optimizer_step),
-        _later("--overlap-param-gather-with-optimizer-step", "use --overlap-param-gather"),
-    ),
-    (
-        lambda a: bool(getattr(a, "use_mup", False)),
-        _later("--use-mup", "remove the flag and set --matrix-lr"),
-    ),
-    (
-        lambda a: (
-            getattr(a, "tensor_parallel_num_weight_shards", None)
-            not in (None, a.tensor_model_parallel_size)
-        ),
-        _later("--tensor-parallel-num-weight-shards", "remove the flag"),
-    ),
-    (
-        lambda a: bool(getattr(a, "freeze_all_layers", False)),
-        _later("--freeze-all-layers", "use --optimizer adam, there is no matrix to train"),
-    ),
-    (
-        lambda a: bool(a.save or a.load) and a.ckpt_format != "torch_dist",
-        _later("--ckpt-format other than torch_dist", "type --ckpt-format torch_dist"),
-    ),
-    (
-        lambda a: getattr(a, "non_persistent_ckpt_type", None) not in (None, "global"),
-        _later("--non-persistent-ckpt-type other than global", "use global"),
-    ),
-    (
-        lambda a: getattr(a, "ckpt_convert_format", None) not in (None, "torch_dist"),
-        _later("--ckpt-convert-format torch", "remove the flag and --ckpt-convert-save"),
-    ),
-    (
-        lambda a: a.muon_tp_mode != "blockwise",
-        (
-            "--muon-tp-mode chooses between approximations of megatron-core's own muon; "
-            "{optimizer} is exact at every tensor-parallel size: remove the flag"
-        ),
-    ),
-    (
-        lambda a: a.muon_fp32_matmul_prec != "medium",
-        (
-            "--muon-fp32-matmul-prec has no effect on {optimizer}: remove the flag (products are "
-            "fp32; those of dmuon by --dmuon-compute-dtype)"
-        ),
-    ),
-    (
-        lambda a: a.muon_scalar_optimizer != "adam",
-        (
-            "--muon-scalar-optimizer lion is not supported: {optimizer} trains scalar parameters "
-            "with Adam, remove the flag"
-        ),
-    ),
-)
-
-
 def flag_problems(args: Any, *, data_parallel_size: int) -> list[str]:
     """Flags of Megatron that cannot go with the matrix optimizer.
 
@@ -121,11 +48,7 @@ def flag_problems(args: Any, *, data_parallel_size: int) -> list[str]:
         args: Megatron's arguments before ``validate_args``.
         data_parallel_size: Data-parallel times context-parallel size.
     """
-    problems = [
-        sentence.format(optimizer=args.optimizer)
-        for is_wrong, sentence in _FLAG_PROBLEMS
-        if is_wrong(args)
-    ]
+    problems = list(flag_refusals(args))
     if (args.num_distributed_optimizer_instances or 1) > 1 and find_spec("einops") is None:
         problems.append(
             "--num-distributed-optimizer-instances > 1 needs the package einops, which "
@@ -264,11 +187,51 @@ def learning_rate_problems(
     ]
 
 
-def config_problems(
-    config: Any,
-    settings: MatrixConfig,
-    model_chunks: Sequence[Any],
-) -> list[str]:
+MUON_FIELDS = {
+    "muon_momentum": "momentum",
+    "muon_nesterov": "nesterov",
+    "muon_scale_mode": "scale_mode",
+    "muon_extra_scale_factor": "extra_scale_factor",
+    "muon_coefficient_type": "coefficient_type",
+    "muon_num_ns_steps": "num_ns_steps",
+    "muon_split_qkv": "split_qkv",
+}
+"""Fields of Megatron's ``OptimizerConfig`` that are ours in ``MatrixConfig``."""
+
+
+def settings_of(config: Any, matrix_config: MatrixConfig | None) -> MatrixConfig:
+    """The settings to train with: those given, or what Megatron's configuration says of muon.
+
+    Args:
+        config: Megatron's ``OptimizerConfig``.
+        matrix_config: The user's settings, if any.
+    """
+    if matrix_config is not None:
+        return matrix_config
+    return MatrixConfig(**{ours: getattr(config, theirs) for theirs, ours in MUON_FIELDS.items()})
+
+
+def _muon_problems(config: Any, settings: MatrixConfig) -> Iterator[str]:
+    """What Megatron's configuration says of muon, where the settings say something else."""
+    defaults = {f.name: f.default for f in fields(config)}
+    for theirs, ours in MUON_FIELDS.items():
+        value, set_to = getattr(config, theirs), getattr(settings, ours)
+        # The command line has another default of the momentum than the class.
+        if value in (defaults[theirs], MUON_DEFAULTS.get("--" + theirs.replace("_", "-"))):
+            continue
+        if settings.optimizer == "orth_dion" and ours != "split_qkv":
+            yield (
+                f"OptimizerConfig.{theirs} is {value!r}; it has no effect on orth_dion: set it to "
+                f"{defaults[theirs]!r}"
+            )
+        elif value != set_to:
+            yield (
+                f"OptimizerConfig.{theirs} is {value!r} and MatrixConfig.{ours} is {set_to!r}: "
+                "set MatrixConfig's, or give no MatrixConfig"
+            )
+
+
+def config_problems(config: Any, settings: MatrixConfig, model_chunks: Sequence[Any]) -> list[str]:
     """What is wrong for ``get_matrix_optimizer``, whoever calls it.
 
     Args:
@@ -277,31 +240,53 @@ def config_problems(
         model_chunks: The wrapped model chunks.
     """
     problems = [*coefficient_problems(settings), *setting_problems(settings)]
+    problems += stray_setting_problems(settings)
     problems += learning_rate_problems(settings, lr=config.lr, min_lr=config.min_lr)
+    problems += _muon_problems(config, settings)
     if config.optimizer != "adam":
         problems.append(
             f"OptimizerConfig.optimizer is '{config.optimizer}': scalar parameters are trained "
             "with Adam, set optimizer='adam'"
         )
-    wrapped = [chunk for chunk in model_chunks if hasattr(chunk, "ddp_config")]
-    if len(wrapped) < len(model_chunks):
+    ddp_configs = [chunk.ddp_config for chunk in model_chunks if hasattr(chunk, "ddp_config")]
+    if len(ddp_configs) < len(model_chunks):
         problems.append("wrap every model chunk in megatron.core DistributedDataParallel first")
     if not config.use_distributed_optimizer or not all(
-        chunk.ddp_config.use_distributed_optimizer for chunk in wrapped
+        ddp_config.use_distributed_optimizer for ddp_config in ddp_configs
     ):
         problems.append(
             "the matrix optimizer needs Megatron's distributed optimizer: set "
             "use_distributed_optimizer=True in OptimizerConfig and DistributedDataParallelConfig"
         )
-    if any(chunk.ddp_config.use_megatron_fsdp for chunk in wrapped):
-        problems.append("Megatron-FSDP is not supported: use DistributedDataParallel without it")
-    for field in (
-        "fp16",
-        "use_precision_aware_optimizer",
-        "optimizer_cpu_offload",
-        "optimizer_cuda_graph",
-        "overlap_param_gather_with_optimizer_step",
-    ):
-        if getattr(config, field, False):
-            problems.append(f"OptimizerConfig.{field} is not supported yet: set it to False")
+    model_configs = [chunk.config for chunk in model_chunks if hasattr(chunk, "config")]
+    problems += config_refusals(config, ddp_configs, model_configs, settings.optimizer)
     return problems
+
+
+def model_problems(model_chunks: Sequence[torch.nn.Module]) -> list[str]:
+    """Parameters and modules of a kind that the optimizer cannot train, one sentence per kind.
+
+    Args:
+        model_chunks: The model chunks, wrapped or not.
+    """
+    kinds: dict[str, str] = {}
+    for chunk in model_chunks:
+        for name, parameter in chunk.named_parameters():
+            is_plain = type(parameter) is torch.nn.Parameter and parameter.dtype in PARAM_DTYPES
+            if parameter.requires_grad and not is_plain:
+                what = f"{type(parameter).__name__} of {parameter.dtype}"
+                sentence = (
+                    f"parameter {name} is a {what}; supported are plain parameters of fp32 or "
+                    "bf16: build the model without quantized or sharded weights"
+                )
+                kinds.setdefault(what, sentence)
+        for name, module in chunk.named_modules():
+            kind = type(module)
+            if any(base.__module__.partition(".")[0] == "modelopt" for base in kind.__mro__):
+                sentence = (
+                    f"module {name} is a {kind.__name__} of NVIDIA ModelOpt, which computes "
+                    "weights from masks or quantizers and is not supported yet: train the model "
+                    "before it is converted"
+                )
+                kinds.setdefault("modelopt", sentence)
+    return list(kinds.values())

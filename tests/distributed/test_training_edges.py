@@ -234,6 +234,60 @@ def test_wrong_megatron_settings_are_refused_together(ranks: Ranks) -> None:
         assert sentence in message
 
 
+def _made(rank: int, config: dict[str, Any], ddp: dict[str, Any]) -> Any:
+    """Rule and splits of an optimizer that is made without ``MatrixConfig``, or what is refused."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    import megatron_muon
+
+    layout(tp=2)
+    wrapped = tiny_gpt.wrap_ddp(tiny_gpt.build_gpt(), **ddp)
+    settings = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True, **config)
+    try:
+        optimizer = megatron_muon.get_matrix_optimizer(settings, [wrapped])
+    except ValueError as error:
+        return str(error)
+    (child,) = optimizer.chained_optimizers
+    return child.rule, [matrix.name for matrix in child.plan.matrices]
+
+
+def test_megatrons_own_settings_of_muon_are_used(ranks: Ranks) -> None:
+    """What Megatron's configuration says of muon is what trains, where no MatrixConfig is given."""
+    config = {
+        "muon_momentum": 0.5,
+        "muon_nesterov": True,
+        "muon_num_ns_steps": 4,
+        "muon_coefficient_type": "simple",
+        "muon_scale_mode": "unit_rms_norm",
+        "muon_extra_scale_factor": 3.0,
+        "muon_split_qkv": False,
+    }
+    rule, matrices = ranks(2, _made, config, {})[0]
+    assert (rule.momentum, rule.nesterov, len(rule.schedule)) == (0.5, True, 4)
+    assert (rule.scale_mode, rule.extra_scale_factor) == ("unit_rms_norm", 3.0)
+    assert "decoder.layers.0.self_attention.linear_qkv.weight" in matrices
+
+
+@pytest.mark.parametrize("gather", ["fp8_param_gather", "fp4_param_gather"])
+def test_what_is_refused_by_flag_is_refused_by_api(ranks: Ranks, gather: str) -> None:
+    config = {"muon_scalar_optimizer": "lion", "muon_tp_mode": "duplicated"}
+    (message,) = set(ranks(2, _made, config, {gather: True}))
+    assert message.startswith("megatron_muon: 3 configuration problems")
+    for field in (*config, f"DistributedDataParallelConfig.{gather} is True"):
+        assert field in message
+
+
+def test_a_model_without_trainable_parameters_is_refused(ranks: Ranks) -> None:
+    def body(rank: int) -> str:
+        layout()
+        wrapped = tiny_gpt.wrap_ddp(tiny_gpt.build_gpt().requires_grad_(False))
+        with pytest.raises(ValueError) as refused:
+            make_optimizer(Run(), [wrapped])
+        return str(refused.value)
+
+    assert "no parameter of the model is trainable" in ranks(1, body)[0]
+
+
 def test_ranks_with_different_plans_do_not_start(ranks: Ranks) -> None:
     def body(rank: int) -> str:
         from megatron_muon.exchange import PlanMismatchError
@@ -288,6 +342,54 @@ def test_ranks_with_different_settings_do_not_start(ranks: Ranks, rank_two: Matr
 
     (message,) = set(ranks(4, body, timeout=60))
     assert "rank 2 has MatrixConfig." in message
+
+
+def test_ranks_with_different_configurations_of_megatron_do_not_start(ranks: Ranks) -> None:
+    def body(rank: int) -> str:
+        return str(_made(rank, {"adam_beta2": 0.9 if rank == 1 else 0.95}, {}))
+
+    (message,) = set(ranks(2, body, timeout=60))
+    assert "rank 1 has OptimizerConfig.adam_beta2=0.9, rank 0 has 0.95" in message
+
+
+def _above_the_threshold(rank: int, threshold: float) -> Any:
+    """One step of a model of which ranks 2 and 3 own nothing: 64 elements in a bucket of 128."""
+    from megatron.core.optimizer import OptimizerConfig
+
+    import megatron_muon
+
+    layout()
+    model = tiny_gpt.build_gpt(layers=1, hidden=8, heads=2, query_groups=1, ffn=8)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("linear_proj.weight"))
+    wrapped = tiny_gpt.wrap_ddp(model)
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-2,
+        use_distributed_optimizer=True,
+        grad_norm_skip_threshold=threshold,
+    )
+    optimizer = megatron_muon.get_matrix_optimizer(
+        config, [wrapped], matrix_config=MatrixConfig(min_dim=1)
+    )
+    before = (state_bytes(optimizer), replica_hashes([wrapped]))
+    _gradients(wrapped, optimizer, 0)
+    stepped, norm, _ = optimizer.step()
+    after = (state_bytes(optimizer), replica_hashes([wrapped]))
+    (child,) = optimizer.chained_optimizers
+    return stepped, before == after, float(norm), len(child.get_parameters())
+
+
+def test_a_norm_above_the_threshold_skips_the_step_on_every_rank(ranks: Ranks) -> None:
+    """Megatron decides it rank by rank, where there are parameters; the others would step alone."""
+    results = ranks(4, _above_the_threshold, 1e-6, timeout=60)
+    assert [count for *_, count in results] == [1, 1, 0, 0]
+    for stepped, unchanged, norm, _ in results:
+        assert (stepped, unchanged) == (False, True)
+        assert norm > 1e-6
+    for stepped, unchanged, _, count in ranks(4, _above_the_threshold, 1e6):
+        assert stepped
+        assert not unchanged or not count
 
 
 @pytest.mark.parametrize("field", ["lr_mult", "wd_mult"])

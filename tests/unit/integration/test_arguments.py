@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from megatron_muon.config import MatrixConfig
-from megatron_muon.integration import support
 from megatron_muon.integration.arguments import (
     add_matrix_arguments,
     matrix_config_from_args,
     translate_arguments,
 )
+from megatron_muon.integration.refusals import REFUSALS
 from megatron_muon.integration.stray_flags import MUON_DEFAULTS, destination
 from megatron_muon.integration.support import ConfigurationError
 from megatron_muon.matrices import Rule
@@ -96,6 +96,42 @@ UNSUPPORTED = [
     ("--muon-tp-mode distributed", "--muon-tp-mode", "remove the flag"),
     ("--muon-fp32-matmul-prec high", "--muon-fp32-matmul-prec", "--dmuon-compute-dtype"),
     ("--muon-scalar-optimizer lion", "--muon-scalar-optimizer", "remove the flag"),
+    (
+        "--num-experts 2 --expert-tensor-parallel-num-weight-shards 4",
+        "--expert-tensor-parallel-num-weight-shards",
+        "remove the flag",
+    ),
+    ("--main-grads-dtype bf16", "--main-grads-dtype", "state is fp32"),
+    ("--main-params-dtype fp16", "--main-params-dtype", "state is fp32"),
+    ("--exp-avg-dtype bf16", "--exp-avg-dtype", "state is fp32"),
+    ("--exp-avg-sq-dtype fp8", "--exp-avg-sq-dtype", "state is fp32"),
+    *(
+        (words, words.split()[0] + " has no effect on dmuon", "remove the flag")
+        for words in (
+            "--sgd-momentum 0.5",
+            "--lion-beta1 0.5",
+            "--lion-beta2 0.5",
+            "--optimizer-offload-fraction 0.5",
+            "--use-torch-optimizer-for-cpu-offload",
+            "--overlap-cpu-optimizer-d2h-h2d",
+            "--no-pin-cpu-grads",
+            "--no-pin-cpu-params",
+            "--data-parallel-sharding-strategy optim",
+            "--outer-dp-sharding-strategy optim",
+            "--no-gradient-reduce-div-fusion",
+            "--suggested-communication-unit-size 7",
+            "--megatron-fsdp-main-params-dtype bf16",
+            "--megatron-fsdp-main-grads-dtype bf16",
+            "--megatron-fsdp-grad-comm-dtype bf16",
+            "--keep-fp8-transpose-cache",
+            "--fsdp-double-buffer",
+            "--fsdp-db-use-persist-buf-on-alloc-fail",
+            "--fsdp-manual-registration",
+            "--megatron-fsdp-enable-fine-grained-param-gather",
+            "--megatron-fsdp-max-pool-double-buffer",
+        )
+    ),
+    ("--reuse-grad-buf-for-mxfp8-param-ag", "--reuse-grad-buf-for-mxfp8", "remove the flag"),
 ]
 
 
@@ -144,8 +180,10 @@ def test_every_sentence_about_a_flag_has_a_case_above(parse: Parse) -> None:
         for words, _, _ in UNSUPPORTED
         for problem in _problems(parse(*DMUON, *words.split()))
     }
-    sentences = {sentence for _, sentence in support._FLAG_PROBLEMS}
-    assert {sentence.format(optimizer="dmuon") for sentence in sentences} == said
+    rows = [row for row in REFUSALS if hasattr(parse(*DMUON), row.name)]
+    reasons = [row.reason.format(optimizer="dmuon") for row in rows]
+    sentences = zip(rows, reasons, strict=True)
+    assert {f"{row.typed} {reason}: {row.advice}" for row, reason in sentences} == said
 
 
 @pytest.mark.parametrize(
