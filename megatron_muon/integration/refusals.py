@@ -16,6 +16,7 @@ import torch
 
 LATER = "is not supported with {optimizer} yet"
 IDLE = "has no effect on {optimizer}"
+WRITES = "writes weights without the optimizer, which keeps fp32 masters of them, and " + LATER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +102,18 @@ REFUSALS: tuple[Refusal, ...] = (
         reason="cannot be off with {optimizer}, whose matrices have decoupled weight decay",
         allowed=(True,),
     ),
+    # ---- what changes weights behind the optimizer
+    Refusal(name="qk_clip", reason=WRITES),
+    Refusal(name="init_model_with_meta_device", reason="leaves weights uninitialized without FSDP"),
+    Refusal(name="flextron", reason=WRITES),
+    Refusal(name="perform_rl_step", reason=WRITES),
+    Refusal(
+        name="vision_pretraining_type",
+        reason=WRITES,
+        allowed=("classify", "inpaint", None),
+        flag="--vision-pretraining-type dino",
+    ),
+    *(Refusal(name=name, reason=WRITES) for name in ("bert_load", "ict_load", "moe_use_upcycling")),
     # ---- checkpoints
     Refusal(
         name="ckpt_format",

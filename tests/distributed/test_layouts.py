@@ -83,14 +83,9 @@ class TestAWrongVariantFails:
         """The shards of one expert-TP rank alone, as if they were whole matrices."""
         from megatron_muon.integration import model_parameters
 
-        original = model_parameters._describe
-
-        def without_expert_tp(place: Any, parameter: Any, tp: int) -> Any:
-            is_expert = not getattr(parameter, "allreduce", True)
-            return original(place, parameter, 1 if is_expert else tp)
-
+        without_expert_tp = property(lambda place: 1 if place.is_expert else place.sizes[0])
         run = Run(model="moe", tp=2, dp=2, ep=2, etp=2, sequence_parallel=True, steps=2)
         assert self.error(ranks, run) < 1e-5
-        monkeypatch.setattr(model_parameters, "_describe", without_expert_tp)
+        monkeypatch.setattr(model_parameters._Place, "tp", without_expert_tp)
         with pytest.raises((RankFailed, AssertionError)):
             assert self.error(ranks, run) < 1e-3
