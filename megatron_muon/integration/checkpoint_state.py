@@ -65,12 +65,12 @@ def stored_parts(model_sharded_state_dict: Any) -> StoredParts:
             data (Megatron's ``keep_vars``); of several chunks, all in one dict.
 
     Raises:
-        ValueError: A parameter is stored in pieces that are not consecutive in memory.
+        ValueError: A parameter is stored in pieces that are not its consecutive rows, each once.
     """
     return {
         entry.data: tuple(_parts(entry))
         for entry in _sharded(model_sharded_state_dict)
-        if isinstance(entry.data, torch.Tensor)
+        if isinstance(entry.data, torch.Tensor) and entry.data.requires_grad
     }
 
 
@@ -85,21 +85,30 @@ def _sharded(value: Any) -> Iterator[ShardedTensor | ShardedTensorFactory]:
             yield from _sharded(inner)
 
 
-def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[StoredPart]:
+def _parts(entry: ShardedTensor | ShardedTensorFactory) -> list[StoredPart]:
+    """The pieces of a parameter in the order of its rows.
+
+    Found with a plain tensor in the parameter's place, of which nothing is touched: a quantized
+    weight has no storage that would tell where a view of it starts.
+    """
     if isinstance(entry, ShardedTensor):
-        yield StoredPart(start=0, tensor=entry.without_data())
-        return
-    whole = entry.data
-    for part in _sharded(entry.build()):
+        return [StoredPart(start=0, tensor=entry.without_data())]
+    whole = torch.empty(entry.data.shape, dtype=torch.uint8)
+    storage = whole.untyped_storage().data_ptr()
+    found = []
+    for part in _sharded(replace(entry, data=whole).build()):
         held = part.data
-        is_view = held.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-        if not isinstance(part, ShardedTensor) or not is_view or not held.is_contiguous():
-            raise ValueError(
-                f"{entry.key} is stored in pieces that are no consecutive rows of the parameter; "
-                "its optimizer state cannot be stored: type --no-save-optim and --no-load-optim"
-            )
-        start = held.storage_offset() - whole.storage_offset()
-        yield StoredPart(start=start, tensor=part.without_data())
+        is_rows = held.is_contiguous() and held.untyped_storage().data_ptr() == storage
+        if isinstance(part, ShardedTensor) and is_rows:
+            found.append(StoredPart(start=held.storage_offset(), tensor=part.without_data()))
+    found.sort(key=lambda part: part.start)
+    ends = [part.start + _numel(part.tensor) for part in found]
+    if [part.start for part in found] != [0, *ends[:-1]] or ends[-1:] != [whole.numel()]:
+        raise ValueError(
+            f"{entry.key} is not stored as its consecutive rows, each once; its optimizer state "
+            "cannot be stored: type --no-save-optim and --no-load-optim"
+        )
+    return found
 
 
 def sharded_range(
