@@ -20,6 +20,7 @@ from megatron_muon.integration.distributed_optimizer import (
     MatrixSetup,
 )
 from megatron_muon.integration.domains import Domain, domains, tensor_parallel_sizes
+from megatron_muon.integration.hooks import SCHEDULE_HOOK, put_in
 from megatron_muon.integration.model_parameters import model_parameters
 from megatron_muon.integration.param_groups import group_overrides
 from megatron_muon.integration.report import startup_report, summarize
@@ -31,6 +32,7 @@ from megatron_muon.integration.support import (
     model_problems,
     settings_of,
 )
+from megatron_muon.integration.versions import require_megatron
 from megatron_muon.matrices import Rule, unmatched_rules
 
 original_factory = megatron_optimizer.get_megatron_optimizer
@@ -65,8 +67,10 @@ def get_matrix_optimizer(
         The optimizer, to be used as Megatron's.
 
     Raises:
+        MegatronVersionError: Megatron is of another version.
         ConfigurationError: On every rank, with every problem found.
     """
+    put_in((SCHEDULE_HOOK,), require_megatron(training=False))
     settings = settings_of(config, matrix_config)
     tp, expert_tp = tensor_parallel_sizes(pg_collection)
     found = model_parameters(model_chunks, tp=tp, expert_tp=expert_tp)

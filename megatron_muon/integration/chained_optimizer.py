@@ -14,6 +14,7 @@ from megatron.core.utils import log_single_rank
 from megatron_muon.checkpoint.names import RIGHT_FACTOR
 from megatron_muon.exchange import gather_objects
 from megatron_muon.integration.checkpoint_state import SHARDING_TYPES, stored_parts
+from megatron_muon.integration.schedule import LoadedRates
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,9 @@ class MatrixChainedOptimizer(ChainedOptimizer):
 
     _last_norm: Any = 0.0
 
+    loaded_rates: LoadedRates | None = None
+    """Rates of the checkpoint that was loaded, for Megatron's scheduler to decide on."""
+
     def get_grad_norm(self) -> Any:
         """The global norm, remembered for the decision."""
         self._last_norm = super().get_grad_norm()
@@ -37,7 +41,9 @@ class MatrixChainedOptimizer(ChainedOptimizer):
     def step_with_ready_grads(self) -> bool:
         """Step all optimizers, or none and return False."""
         norm, self._last_norm = float(self._last_norm), 0.0
-        if not math.isfinite(norm) or norm > self.config.grad_norm_skip_threshold:
+        # A chain without optimizers has no configuration.
+        threshold = getattr(getattr(self, "config", None), "grad_norm_skip_threshold", math.inf)
+        if not math.isfinite(norm) or norm > threshold:
             log_single_rank(
                 logger,
                 logging.WARNING,
@@ -104,6 +110,8 @@ class MatrixChainedOptimizer(ChainedOptimizer):
         With parameter state the weights are derived from the loaded masters, and gathered: every
         copy of a weight has the same bits, whatever the model part of the checkpoint held.
         """
+        here = [group for theirs in gather_objects(_plain(self.param_groups)) for group in theirs]
+        self.loaded_rates = LoadedRates.of(here, state_dict["optimizer"]["param_groups"])
         for child in self.chained_optimizers:
             child.load_state_dict(state_dict)
         self._synchronize_steps()
@@ -113,6 +121,10 @@ class MatrixChainedOptimizer(ChainedOptimizer):
                     child._copy_main_params_to_model_params()
                 for chunk in self.model_chunks:
                     chunk.start_param_sync(force_sync=True)
+
+
+def _plain(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
 def _sharding_type(kwargs: Mapping[str, Any], *, is_loading: bool) -> str:

@@ -182,8 +182,9 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load groups and gradient scaler, and parameter state where ``param_state`` is given.
 
-        Learning rates, weight decay and rules may differ from those of the saved run: the current
-        ones hold. State is matched by parameter name, so a group carries nothing but numbers.
+        The rates that a schedule works with are those of this run until Megatron's scheduler is
+        loaded, whose flags decide (``schedule``). State is matched by parameter name, so a group
+        carries nothing but numbers.
         """
         if self.is_stub_optimizer:
             return

@@ -13,6 +13,8 @@ In ``megatron.core.dist_checkpointing``:
     ``load_common_state_dict`` says so when a save is not whole.
 In ``megatron.training.checkpointing``:
     ``_get_checkpoint_format`` says so when a save was not finished.
+In ``megatron.core.optimizer_param_scheduler``, also for a loop of one's own:
+    ``OptimizerParamScheduler.load_state_dict`` decides on the rates of groups as on its own.
 
 Valid for the versions in ``versions.SUPPORTED``; a missing target is refused by name.
 """
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,13 +44,19 @@ class Hook:
 
     Attributes:
         module: Module that holds it.
-        attribute: Its name.
+        attribute: Its name, after a dot where a class of the module holds it.
         wrap: Gives the replacement, from the original.
     """
 
     module: str
     attribute: str
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+    def place(self) -> tuple[Any, str]:
+        """The module or class, and the name in it; imports the module."""
+        owner, _, name = self.attribute.rpartition(".")
+        module = importlib.import_module(self.module)
+        return (getattr(module, owner, None) if owner else module), name
 
 
 def _with_our_flags(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,6 +128,18 @@ def _telling_what_is_unfinished(original: Callable[..., Any]) -> Callable[..., A
     return telling_what_is_unfinished(original)
 
 
+def _deciding_on_groups(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron_muon.integration.schedule import with_rates_of_groups
+
+    return with_rates_of_groups(original)
+
+
+SCHEDULE_HOOK = Hook(
+    module="megatron.core.optimizer_param_scheduler",
+    attribute="OptimizerParamScheduler.load_state_dict",
+    wrap=_deciding_on_groups,
+)
+
 HOOKS = (
     Hook(
         module="megatron.training.arguments",
@@ -153,6 +173,7 @@ HOOKS = (
         attribute="_get_checkpoint_format",
         wrap=_telling_what_is_unfinished,
     ),
+    SCHEDULE_HOOK,
 )
 
 _originals: dict[tuple[str, str], Callable[..., Any]] = {}
@@ -166,26 +187,41 @@ def install() -> None:
     Raises:
         MegatronVersionError: Megatron is missing, of another version, or lacks a hook's target.
     """
-    if _originals:
-        return
     version = require_megatron(training=True)
     # The builder keeps Megatron's own factory; it must be imported before that is replaced.
     importlib.import_module("megatron_muon.integration.builder")
-    targets = [(hook, importlib.import_module(hook.module)) for hook in HOOKS]
-    for hook, module in targets:
-        if not callable(getattr(module, hook.attribute, None)):
+    put_in(HOOKS, version)
+
+
+def put_in(hooks: Iterable[Hook], version: str) -> None:
+    """Put in hooks that are not in yet, all or none.
+
+    Args:
+        hooks: Some of ``HOOKS``.
+        version: That of the Megatron found here.
+
+    Raises:
+        MegatronVersionError: Megatron lacks a hook's target.
+    """
+    targets = [
+        (hook, *hook.place()) for hook in hooks if (hook.module, hook.attribute) not in _originals
+    ]
+    for hook, owner, name in targets:
+        if not callable(getattr(owner, name, None)):
             raise MegatronVersionError(
                 f"{hook.module}.{hook.attribute} is not in the megatron-core {version} found here; "
                 "megatron_muon cannot hook it, use an unmodified megatron-core 0.19.x"
             )
-    for hook, module in targets:
-        original = getattr(module, hook.attribute)
+    for hook, owner, name in targets:
+        original = getattr(owner, name)
         _originals[hook.module, hook.attribute] = original
-        setattr(module, hook.attribute, hook.wrap(original))
+        setattr(owner, name, hook.wrap(original))
 
 
 def uninstall() -> None:
     """Put Megatron's own functions back."""
-    for (module, attribute), original in _originals.items():
-        setattr(importlib.import_module(module), attribute, original)
-    _originals.clear()
+    for hook in HOOKS:
+        original = _originals.pop((hook.module, hook.attribute), None)
+        if original is not None:
+            owner, name = hook.place()
+            setattr(owner, name, original)

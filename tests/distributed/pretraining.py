@@ -39,8 +39,9 @@ def flags(
         --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
         --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}
         --load {load} --save {save} --save-interval 100 --ckpt-format torch_dist
-        --override-opt_param-scheduler
     """
+    if not any("param-scheduler" in word for word in extra):
+        mine += "--override-opt_param-scheduler"
     sequence_parallel = ["--sequence-parallel"] if tp > 1 else []
     return [*cpu.default_flags(), *mine.split(), *sequence_parallel, *extra]
 

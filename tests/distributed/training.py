@@ -143,6 +143,9 @@ def scheduler(optimizer: Any, run: Run) -> Any:
         end_wd=WEIGHT_DECAY,
         wd_incr_steps=decay,
         wd_incr_style="constant",
+        # After a load the rates of this run hold.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
 
 

@@ -14,8 +14,6 @@ from megatron_muon.config import MatrixConfig
 from megatron_muon.integration import hooks
 from megatron_muon.integration.versions import MegatronVersionError
 
-TARGETS = [(hook.module, hook.attribute) for hook in hooks.HOOKS]
-
 
 @pytest.fixture(autouse=True)
 def _nothing_installed(megatron: Any) -> Iterator[None]:
@@ -26,7 +24,7 @@ def _nothing_installed(megatron: Any) -> Iterator[None]:
 
 
 def _functions() -> list[Any]:
-    return [getattr(importlib.import_module(module), name) for module, name in TARGETS]
+    return [getattr(*hook.place()) for hook in hooks.HOOKS]
 
 
 def test_every_target_is_replaced_and_put_back() -> None:
@@ -63,23 +61,37 @@ def test_hooks_can_be_put_in_again() -> None:
         hooks.uninstall()
 
 
-@pytest.mark.parametrize(("module", "attribute"), TARGETS)
+@pytest.mark.parametrize("hook", hooks.HOOKS, ids=lambda hook: f"{hook.module}.{hook.attribute}")
 @pytest.mark.parametrize("change", ["gone", "no function"])
 def test_a_missing_target_is_refused_by_name_and_nothing_replaced(
-    monkeypatch: pytest.MonkeyPatch, module: str, attribute: str, change: str
+    monkeypatch: pytest.MonkeyPatch, hook: hooks.Hook, change: str
 ) -> None:
+    owner, name = hook.place()
     if change == "gone":
-        monkeypatch.delattr(importlib.import_module(module), attribute)
+        monkeypatch.delattr(owner, name)
     else:
-        monkeypatch.setattr(importlib.import_module(module), attribute, 5)
-    others = [target for target in TARGETS if target != (module, attribute)]
-    before = [getattr(importlib.import_module(m), a) for m, a in others]
+        monkeypatch.setattr(owner, name, 5)
+    others = [other.place() for other in hooks.HOOKS if other is not hook]
+    before = [getattr(owner, name) for owner, name in others]
     with pytest.raises(MegatronVersionError) as error:
         hooks.install()
-    assert str(error.value).startswith(f"{module}.{attribute} is not in the megatron-core 0.19.")
+    target = f"{hook.module}.{hook.attribute}"
+    assert str(error.value).startswith(f"{target} is not in the megatron-core 0.19.")
     assert "use an unmodified megatron-core 0.19.x" in str(error.value)
-    after = [getattr(importlib.import_module(m), a) for m, a in others]
+    after = [getattr(owner, name) for owner, name in others]
     assert all(a is b for a, b in zip(before, after, strict=True))
+
+
+def test_a_loop_of_ones_own_has_the_hook_of_the_schedule_alone() -> None:
+    originals = _functions()
+    hooks.put_in((hooks.SCHEDULE_HOOK,), "0.19.2")
+    hooks.put_in((hooks.SCHEDULE_HOOK,), "0.19.2")
+    changed = [a is not b for a, b in zip(originals, _functions(), strict=True)]
+    assert changed == [hook is hooks.SCHEDULE_HOOK for hook in hooks.HOOKS]
+    hooks.install()
+    assert not any(a is b for a, b in zip(originals, _functions(), strict=True))
+    hooks.uninstall()
+    assert all(a is b for a, b in zip(originals, _functions(), strict=True))
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
