@@ -109,19 +109,19 @@ def summarize(
 
 def _describe(settings: MatrixConfig, rule: MatrixRule) -> str:
     """The line on the update."""
-    scaled = f"update: {rule.scale_mode} scale x {rule.extra_scale_factor:g}"
+    scaled = f"update: {rule.scale_mode} scale x {rule.extra_scale_factor:.15g}"
     if isinstance(rule, OrthDionRule):
         compensated = ", times sqrt(smaller side / rank)" if rule.rank_compensation else ""
         return (
-            f"{scaled}{compensated}, rank {rule.rank_fraction:g} of the smaller side in multiples "
-            f"of {rule.rank_multiple_of}, right factor {rule.right_factor}, computed and exchanged "
-            f"in fp32; momentum {rule.momentum:g}, V kept in {_dtype_name(rule.state_dtype)}"
+            f"{scaled}{compensated}, rank {rule.rank_fraction:.15g} of the smaller side in "
+            f"multiples of {rule.rank_multiple_of}, right factor {rule.right_factor}, computed and "
+            f"exchanged in fp32; momentum {rule.momentum:.15g}, V kept in {_dtype_name(rule.state_dtype)}"
         )
     return (
         f"{scaled}, {len(rule.schedule)} Newton-Schulz steps ({settings.coefficient_type}), "
         f"computed in {_dtype_name(rule.compute_dtype)}, exchanged in "
         f"{_dtype_name(rule.exchange_dtype)}; momentum "
-        f"{rule.momentum:g}{' (Nesterov)' if rule.nesterov else ''}"
+        f"{rule.momentum:.15g}{' (Nesterov)' if rule.nesterov else ''}"
     )
 
 
@@ -203,7 +203,7 @@ def _wishes(settings: MatrixConfig, summaries: Sequence[Summary]) -> list[str]:
         reached = sum(summary.reached[number] for summary in summaries)
         lines.append(f"rule {rule.pattern}: {', '.join(wanted)}; reaches {reached} parameters")
     apart = [
-        f"{what} {value:g}"
+        f"{what} {value:.15g}"
         for what, value in (
             ("learning rate", settings.lr),
             ("minimum learning rate", settings.min_lr),
@@ -319,7 +319,7 @@ def _traffic(settings: MatrixConfig, plan: Plan, buffers: Sequence[Any]) -> str:
         f"exchange{schemes}: at most {sent / MIB:.2f} MiB sent by a rank and step"
         + (f" ({', '.join(compared)})" if compared else "")
         + f"; buffers at most {peak / MIB:.2f} MiB of --matrix-exchange-buffer-mb "
-        f"{settings.exchange_buffer_mb:g}"
+        f"{settings.exchange_buffer_mb:.15g}"
     )
 
 

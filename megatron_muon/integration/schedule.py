@@ -99,12 +99,12 @@ def _by_kind(groups: Iterable[Mapping[str, Any]]) -> dict[Kind, frozenset[Rates]
 def _name(kind: Kind) -> str:
     values = dict(kind)
     experts = " of experts" if values.get("is_expert_parallel") else ""
-    decay = f", weight decay x {values['wd_mult']:g}" if values.get("wd_mult") != 1.0 else ""
+    decay = f", weight decay x {values['wd_mult']:.15g}" if values.get("wd_mult") != 1.0 else ""
     return f"a group of {values.get('optimizer') or 'adam'}{experts}{decay}"
 
 
 def _listed(rates: Rates) -> str:
-    return ", ".join(f"{key} {value:g}" for key, value in rates)
+    return ", ".join(f"{key} {value:.15g}" for key, value in rates)
 
 
 def with_rates_of_groups(load_state_dict: Callable[..., None]) -> Callable[..., None]:

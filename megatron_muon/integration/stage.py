@@ -30,6 +30,7 @@ from megatron_muon.placement import (
     CostFunction,
     ExchangeGroup,
     Plan,
+    buffer_bytes_of,
     load_cost_table,
     make_factor_plan,
     make_plan,
@@ -106,7 +107,8 @@ def plan_stage(
         parameter = _sharded_parameter(entry, layout[entry.parameter.tensor], tp=tp, dp=dp)
         parameters.append(parameter)
         logical.extend(logical_matrices(parameter, split=entry.split))
-    group, buffer_bytes = ExchangeGroup(tp=tp, dp=dp), int(settings.exchange_buffer_mb * 2**20)
+    group = ExchangeGroup(tp=tp, dp=dp)
+    buffer_bytes = buffer_bytes_of(settings.exchange_buffer_mb)
     ranks_per_node = domain.ranks_per_node(_ranks_of_a_node(settings))
     if isinstance(rule, MuonRule):
         return make_plan(

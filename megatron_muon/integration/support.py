@@ -91,8 +91,8 @@ def setting_problems(settings: MatrixConfig) -> list[str]:
         )
     if not 0.0 < settings.exchange_buffer_mb * 2**20 < float("inf"):
         problems.append(
-            f"--matrix-exchange-buffer-mb is {settings.exchange_buffer_mb:g}; it must be a number "
-            "> 0"
+            f"--matrix-exchange-buffer-mb is {settings.exchange_buffer_mb:.15g}; it must be a "
+            "number > 0"
         )
     problems += _placement_problems(settings)
     if settings.min_dim < 1:
@@ -117,7 +117,7 @@ def _placement_problems(settings: MatrixConfig) -> list[str]:
         )
     if not 0.0 <= settings.split_min_gflop < float("inf"):
         problems.append(
-            f"--dmuon-split-min-gflop is {settings.split_min_gflop:g}; it must be a number >= 0"
+            f"--dmuon-split-min-gflop is {settings.split_min_gflop:.15g}; it must be a number >= 0"
         )
     if settings.ranks_per_node is not None and settings.ranks_per_node < 1:
         problems.append(
@@ -135,7 +135,7 @@ def _orth_dion_problems(settings: MatrixConfig) -> list[str]:
     problems = []
     if not 0.0 < settings.rank_fraction <= 1.0:
         problems.append(
-            f"--orth-dion-rank-fraction is {settings.rank_fraction:g}; it must be > 0 and <= 1"
+            f"--orth-dion-rank-fraction is {settings.rank_fraction:.15g}; it must be > 0 and <= 1"
         )
     if settings.rank_multiple_of < 1:
         problems.append(
@@ -181,8 +181,8 @@ def learning_rate_problems(
         return []
     return [
         (
-            f"the learning rate of matrices has its maximum at {highest:g} and its minimum at "
-            f"{lowest:g}: set --matrix-min-lr (or --min-lr) at or below --matrix-lr (or --lr)"
+            f"the learning rate of matrices has its maximum at {highest:.15g} and its minimum at "
+            f"{lowest:.15g}: set --matrix-min-lr (or --min-lr) at or below --matrix-lr (or --lr)"
         )
     ]
 

@@ -1,5 +1,6 @@
 """Planning: owners, waves, byte and FLOP counts. Pure functions of names, shapes and sizes."""
 
+from megatron_muon.placement.buffer_bound import buffer_bytes_of
 from megatron_muon.placement.cost_table import (
     CostTable,
     MeasuredCost,
@@ -37,6 +38,7 @@ __all__ = [
     "Segment",
     "SharedMatrix",
     "Sharing",
+    "buffer_bytes_of",
     "copies",
     "even_cuts",
     "load_cost_table",

@@ -25,6 +25,7 @@ from functools import cached_property
 from typing import Literal
 
 from megatron_muon.matrices import LogicalMatrix, ShardedParameter
+from megatron_muon.placement.buffer_bound import planned_within
 from megatron_muon.placement.plan import CostFunction, Plan, RankLoad
 from megatron_muon.placement.planning import arrange, fitting_waves
 from megatron_muon.placement.segments import ExchangeGroup
@@ -254,7 +255,7 @@ def make_factor_plan(
         ranks_per_node: As for ``make_plan``.
 
     Raises:
-        ValueError: As ``make_plan``.
+        BufferTooSmallError: As ``make_plan``.
     """
     found = arrange(
         group=group,
@@ -277,21 +278,24 @@ def make_factor_plan(
     def peak_bytes(waves: Sequence[Sequence[int]]) -> int:
         return itemsize * max(_peaks(waves, found.owners, schemes, shapes, held, group.size))
 
-    return FactorPlan(
-        group=group,
-        parameters=found.parameters,
-        matrices=found.matrices,
-        owners=found.owners,
-        waves=fitting_waves(found, peak_bytes, buffer_bytes, least=MIN_FACTOR_WAVE_ELEMENTS),
-        gathers=found.gathers,
-        scatters=found.scatters,
-        costs=found.costs,
-        itemsize=itemsize,
-        ranks_per_node=ranks_per_node or group.size,
-        possible=found.possible,
-        ranks=ranks,
-        schemes=schemes,
-    )
+    def plan_with(bound: int) -> FactorPlan:
+        return FactorPlan(
+            group=group,
+            parameters=found.parameters,
+            matrices=found.matrices,
+            owners=found.owners,
+            waves=fitting_waves(found, peak_bytes, bound, least=MIN_FACTOR_WAVE_ELEMENTS),
+            gathers=found.gathers,
+            scatters=found.scatters,
+            costs=found.costs,
+            itemsize=itemsize,
+            ranks_per_node=ranks_per_node or group.size,
+            possible=found.possible,
+            ranks=ranks,
+            schemes=schemes,
+        )
+
+    return planned_within(plan_with, buffer_bytes)
 
 
 def _cheaper(shape: FactorShape, held: Sequence[Share], owner: int) -> Scheme:

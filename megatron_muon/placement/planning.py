@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_muon.matrices import LogicalMatrix, ShardedParameter, natural_key
+from megatron_muon.placement.buffer_bound import BufferTooSmallError, planned_within
 from megatron_muon.placement.plan import CostFunction, Plan, wave_footprints, wave_peak
 from megatron_muon.placement.segments import ExchangeGroup, Segment, copies, segments
 from megatron_muon.placement.shared import (
@@ -136,11 +136,11 @@ def make_plan(
             where the buffers would not fit otherwise.
 
     Raises:
-        ValueError: Even one matrix per owner and wave needs more than ``buffer_bytes``; the
-            sentence names the flag, the largest matrix and the value to type.
+        BufferTooSmallError: Even one matrix per owner and wave needs more than ``buffer_bytes``;
+            the sentence names the flag, the largest matrix and the value to type.
     """
 
-    def plan_with(wanted: Sharing | None) -> Plan:
+    def plan_with(wanted: Sharing | None, bound: int) -> Plan:
         found = arrange(
             group=group,
             parameters=parameters,
@@ -149,19 +149,22 @@ def make_plan(
             flops=flops,
             ranks_per_node=ranks_per_node,
             sharing=wanted,
-            buffer_bytes=buffer_bytes,
+            buffer_bytes=bound,
         )
-        return _plan_of(found, group, itemsize, buffer_bytes, ranks_per_node, wanted)
+        return _plan_of(found, group, itemsize, bound, ranks_per_node, wanted)
 
-    if sharing is None or sharing.most_ranks == 1:
-        return plan_with(None)
-    try:
-        return plan_with(sharing)
-    except BufferTooSmallError as shared:
+    def shared_or_whole(bound: int) -> Plan:
+        if sharing is None or sharing.most_ranks == 1:
+            return plan_with(None, bound)
         try:
-            return plan_with(None)
-        except BufferTooSmallError as whole:
-            raise min(shared, whole, key=lambda error: error.needed) from None
+            return plan_with(sharing, bound)
+        except BufferTooSmallError as shared:
+            try:
+                return plan_with(None, bound)
+            except BufferTooSmallError as whole:
+                raise min(shared, whole, key=lambda error: error.needed) from None
+
+    return planned_within(shared_or_whole, buffer_bytes)
 
 
 def _plan_of(
@@ -253,18 +256,6 @@ def _with_slots(plan: Plan, buffer_bytes: int) -> tuple[Plan, list[int]]:
     return replace(plan, shared_slots=slots), peaks
 
 
-class BufferTooSmallError(ValueError):
-    """The bound on buffers cannot be kept.
-
-    Attributes:
-        needed: Bytes with which it could.
-    """
-
-    def __init__(self, text: str, needed: int) -> None:
-        super().__init__(text)
-        self.needed = needed
-
-
 def fitting_waves(
     found: Arrangement,
     peak_bytes: Callable[[Sequence[Sequence[int]]], int],
@@ -281,7 +272,7 @@ def fitting_waves(
         least: As in ``initial_cap``.
 
     Raises:
-        BufferTooSmallError: As ``make_plan``.
+        BufferTooSmallError: Even one matrix per owner and wave needs more.
     """
     if not found.matrices:
         return ()
@@ -298,12 +289,5 @@ def fitting_waves(
             return waves
         smallest = peak if smallest is None else min(smallest, peak)
         if cap <= min(numels, default=cap):
-            largest = max(found.matrices, key=lambda m: m.numel)
-            raise BufferTooSmallError(
-                f"--matrix-exchange-buffer-mb {buffer_bytes / 2**20:g} is too small: the largest "
-                f"matrix is {largest.name} ({largest.shape[0]}x{largest.shape[1]}), and the "
-                f"exchange needs {smallest / 2**20:.3g} MiB at least; type "
-                f"--matrix-exchange-buffer-mb {math.ceil(smallest / 2**20)}",
-                smallest,
-            )
+            raise BufferTooSmallError(max(found.matrices, key=lambda m: m.numel), smallest)
         cap = cap * 3 // 4

@@ -196,7 +196,14 @@ def test_rules_come_before_defaults(ranks: Ranks) -> None:
             ["layernorm.weight", "--muon-num-ns-steps", "--muon-scale-mode", "buffer-mb"],
         ),
         (MatrixConfig(coefficient_type="septic"), ["--muon-coefficient-type", "septic"]),
-        (MatrixConfig(exchange_buffer_mb=0.001), ["--matrix-exchange-buffer-mb 1", "linear_fc1"]),
+        (
+            MatrixConfig(exchange_buffer_mb=0.001),
+            [
+                "--matrix-exchange-buffer-mb 0.001 is too small",
+                "type --matrix-exchange-buffer-mb 0.0459",
+                "linear_fc1",
+            ],
+        ),
     ],
 )
 def test_wrong_settings_are_refused_together_on_every_rank(

@@ -50,7 +50,7 @@ def launch(rank: int, script: str, flags: list[str]) -> tuple[int, str]:
         ),
         (
             "--matrix-exchange-buffer-mb 0.001",
-            ["--matrix-exchange-buffer-mb 1", "linear_fc1.weight"],
+            ["--matrix-exchange-buffer-mb 0.001 is too small", "linear_fc1.weight"],
         ),
         (
             "--use-precision-aware-optimizer --matrix-min-dim 0 --muon-tp-mode duplicated",

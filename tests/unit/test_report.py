@@ -213,6 +213,8 @@ def test_owners_waves_and_bytes_are_those_of_the_plan() -> None:
         f"{peak / 2**20:.2f} MiB of --matrix-exchange-buffer-mb 64"
     )
     assert not any("warning" in line for line in lines)
+    lines = _report(entries, dp=3, settings=replace(SETTINGS, exchange_buffer_mb=0.3000001))
+    assert any(line.endswith("of --matrix-exchange-buffer-mb 0.3000001") for line in lines)
 
 
 @pytest.mark.parametrize(("dp", "expected"), [(1, 0), (2, 12_000), (3, 16_000), (4, 18_000)])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 
 import pytest
 
-from megatron_muon.placement import make_plan
+from megatron_muon.placement import buffer_bytes_of, make_plan
+from megatron_muon.placement.buffer_bound import rounded_up, typed
 from megatron_muon.placement.waves import (
     EMPTY,
     MIN_WAVE_ELEMENTS,
@@ -118,7 +120,7 @@ def test_too_small_a_buffer_names_flag_matrix_and_a_value_that_works(
     tp: int, dp: int, seed: int
 ) -> None:
     stage = random_stage(seed, tp=tp, dp=dp, parameters=12)
-    # Elements of 64 KiB, so that the value, in whole MiB, is exact to a few elements.
+    # Elements of 64 KiB, so that the value, of three digits, is exact to a few elements.
     itemsize = 1 << 16
     with pytest.raises(ValueError) as error:
         stage.plan(buffer_bytes=1 << 20, itemsize=itemsize)
@@ -129,12 +131,40 @@ def test_too_small_a_buffer_names_flag_matrix_and_a_value_that_works(
     assert named
     assert int(named[2]) * int(named[3]) == largest.numel
     assert named[1] in {m.name for m in stage.matrices if m.numel == largest.numel}
-    asked = re.search(r"type --matrix-exchange-buffer-mb (\d+)$", text)
-    assert asked
-    plan = stage.plan(buffer_bytes=int(asked[1]) << 20, itemsize=itemsize)
-    assert max(load.peak_buffer_bytes for load in plan.loads) <= int(asked[1]) << 20
+    asked = re.search(r"needs (\S+) MiB at least; type --matrix-exchange-buffer-mb (\S+)$", text)
+    assert asked and asked[1] == asked[2]
+    bound = buffer_bytes_of(float(asked[1]))
+    plan = stage.plan(buffer_bytes=bound, itemsize=itemsize)
+    assert max(load.peak_buffer_bytes for load in plan.loads) <= bound
+    # One less in the third digit will not do.
+    less = float(asked[1]) - 10.0 ** (math.floor(math.log10(float(asked[1]))) - 2)
     with pytest.raises(ValueError, match="too small"):
-        stage.plan(buffer_bytes=int(asked[1]) * 3 // 4 << 20, itemsize=itemsize)
+        stage.plan(buffer_bytes=buffer_bytes_of(less), itemsize=itemsize)
+
+
+@pytest.mark.parametrize(
+    "mebibytes", ["0.3", "0.001", "0.7", "512", "500", "64.5", "1e-05", "0.369"]
+)
+def test_a_bound_is_said_as_it_was_typed(mebibytes: str) -> None:
+    """0.3 MiB are no whole bytes: said from the bytes it was 0.299999."""
+    assert typed(buffer_bytes_of(float(mebibytes))) == mebibytes
+
+
+@pytest.mark.parametrize(
+    ("needed", "advised"),
+    [
+        (1 << 20, "1"),
+        ((1 << 20) + 1, "1.01"),
+        (386_000, "0.369"),
+        (1, "0.000000954"),
+        (1000 << 20, "1000"),
+        ((1000 << 20) + 1, "1010"),
+        (123_456 << 20, "124000"),
+    ],
+)
+def test_advice_has_three_digits_and_is_rounded_up(needed: int, advised: str) -> None:
+    assert rounded_up(needed) == advised
+    assert buffer_bytes_of(float(advised)) >= needed
 
 
 def test_small_models_go_in_one_wave_and_large_ones_overlap() -> None:
