@@ -115,7 +115,8 @@ def _describe(settings: MatrixConfig, rule: MatrixRule) -> str:
         return (
             f"{scaled}{compensated}, rank {rule.rank_fraction:.15g} of the smaller side in "
             f"multiples of {rule.rank_multiple_of}, right factor {rule.right_factor}, computed and "
-            f"exchanged in fp32; momentum {rule.momentum:.15g}, V kept in {_dtype_name(rule.state_dtype)}"
+            f"exchanged in fp32; momentum {rule.momentum:.15g}, V kept in "
+            f"{_dtype_name(rule.state_dtype)}"
         )
     return (
         f"{scaled}, {len(rule.schedule)} Newton-Schulz steps ({settings.coefficient_type}), "

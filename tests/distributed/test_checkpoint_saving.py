@@ -122,6 +122,7 @@ def test_a_run_killed_while_saving_ends_as_one_that_was_not(ranks: Ranks, tmp_pa
             ranks(2, pretrain_until_killed, *arguments, init_process_group=False, timeout=60)
         # A rank may live long enough to see the other one go.
         assert any("signal 9" in report for report in failed.value.reports.values())
+        _mend_tracker(killed)
         unfinished += _one_is_unfinished(ranks, killed, every)
     assert unfinished
     last = int((killed / "latest_checkpointed_iteration.txt").read_text())
@@ -132,6 +133,35 @@ def test_a_run_killed_while_saving_ends_as_one_that_was_not(ranks: Ranks, tmp_pa
     expected, found = tensors_in(straight / name), tensors_in(killed / name)
     assert expected.keys() == found.keys()
     assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
+
+
+def _mend_tracker(folder: Path) -> None:
+    """What an operator does when a kill fell between Megatron's truncating and its writing."""
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    if tracker.exists() and not tracker.read_text():
+        newest = max(f.parent.name for f in folder.glob("iter_*/metadata.json"))
+        tracker.write_text(str(int(newest.removeprefix("iter_"))))
+
+
+def test_a_run_goes_on_after_its_empty_tracker_was_mended(ranks: Ranks, tmp_path: Path) -> None:
+    """Megatron truncates the tracker before it writes it; an empty one ends the next run."""
+    every = (*DMUON, "--save-interval", "1")
+
+    def run(iterations: int) -> list[list[float]]:
+        arguments = (tmp_path, tmp_path, 1, 1, iterations, every)
+        results = ranks(2, pretrain_with_hooks, *arguments, init_process_group=False)
+        return [losses for losses, _ in results]
+
+    run(2)
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("")
+    with pytest.raises(RankFailed, match="SystemExit"):
+        run(3)
+    _mend_tracker(tmp_path)
+    assert tracker.read_text() == "2"
+    # One step more, of two micro-batches on each rank.
+    assert [len(losses) for losses in run(3)] == [2, 2]
+    assert tracker.read_text() == "3"
 
 
 def _one_is_unfinished(ranks: Ranks, folder: Path, flags: Flags) -> bool:
