@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -96,6 +97,15 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         name="freeze_all_layers",
         advice="use --optimizer adam, there is no matrix to train",
+    ),
+    Refusal(
+        name="num_distributed_optimizer_instances",
+        reason="> 1 needs the package einops, which megatron-core imports without declaring it",
+        advice="pip install einops",
+        allowed=(1, None),
+        when=lambda s: (
+            (s.num_distributed_optimizer_instances or 1) > 1 and find_spec("einops") is None
+        ),
     ),
     Refusal(
         name="decoupled_weight_decay",
@@ -199,7 +209,7 @@ USED = frozenset(
         *("muon_coefficient_type", "muon_num_ns_steps", "muon_split_qkv"),
         # ---- DistributedDataParallelConfig
         *("grad_reduce_in_fp32", "overlap_grad_reduce", "align_param_gather", "bucket_size"),
-        *("num_distributed_optimizer_instances", "check_for_nan_in_grad", "num_buckets"),
+        *("check_for_nan_in_grad", "num_buckets"),
         *("check_for_large_grads", "pad_buckets_for_high_nccl_busbw", "average_in_collective"),
         *("reduce_scatter_with_fp32_accumulation", "delay_wgrad_compute", "nccl_ub"),
         *("param_name_patterns_for_fp32_local_accumulation", "disable_symmetric_registration"),

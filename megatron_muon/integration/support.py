@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -49,11 +48,6 @@ def flag_problems(args: Any, *, data_parallel_size: int) -> list[str]:
         data_parallel_size: Data-parallel times context-parallel size.
     """
     problems = list(flag_refusals(args))
-    if (args.num_distributed_optimizer_instances or 1) > 1 and find_spec("einops") is None:
-        problems.append(
-            "--num-distributed-optimizer-instances > 1 needs the package einops, which "
-            "megatron-core imports without declaring it: pip install einops"
-        )
     if not args.use_distributed_optimizer and data_parallel_size > 1:
         problems.append(
             f"--optimizer {args.optimizer} at data-parallel size {data_parallel_size} needs "

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_muon.config import MatrixConfig
+from megatron_muon.integration import refusals
 from megatron_muon.integration.arguments import (
     add_matrix_arguments,
     matrix_config_from_args,
@@ -165,9 +166,7 @@ def test_parallelism_and_models_of_megatron_are_not_refused(parse: Parse, words:
 def test_instances_without_einops_are_refused(
     parse: Parse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_muon.integration import support
-
-    monkeypatch.setattr(support, "find_spec", lambda name: None)
+    monkeypatch.setattr(refusals, "find_spec", lambda name: None)
     (problem,) = _problems(parse(*DMUON, "--num-distributed-optimizer-instances", "2"))
     assert "pip install einops" in problem
 
@@ -181,10 +180,13 @@ def test_an_unsupported_flag_is_refused_with_what_to_type(
     assert instead in problem
 
 
-def test_every_sentence_about_a_flag_has_a_case_above(parse: Parse) -> None:
+def test_every_sentence_about_a_flag_has_a_case_above(
+    parse: Parse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "find_spec", lambda name: None)
     said = {
         problem
-        for words, _, _ in UNSUPPORTED
+        for words in [*(u[0] for u in UNSUPPORTED), "--num-distributed-optimizer-instances 2"]
         for problem in _problems(parse(*DMUON, *words.split()))
     }
     rows = [row for row in REFUSALS if hasattr(parse(*DMUON), row.name)]
