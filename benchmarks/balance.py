@@ -15,8 +15,8 @@ from megatron_muon.linalg import (
     panel_flops,
     panel_requests,
 )
-from megatron_muon.placement import FLOPS_PER_BYTE, Sharing, even_cuts
-from megatron_muon.placement.sharing import Candidate, choose_ranks, part_cost
+from megatron_muon.placement import FLOPS_PER_BYTE, Splitting, even_cuts
+from megatron_muon.placement.splitting import Candidate, choose_ranks, part_cost
 
 CUDA = torch.device("cuda")
 TP = 8
@@ -128,7 +128,7 @@ def balance_table(data_parallel: tuple[int, ...] = (8, 16, 32, 64, 128)) -> list
     return rows
 
 
-def modelled_sharing(most_ranks: int = MOST_RANKS) -> Sharing:
+def modelled_splitting(most_ranks: int = MOST_RANKS) -> Splitting:
     """How matrices are shared, in bf16 on a GPU, five quintic steps."""
     schedule = coefficient_schedule("quintic", 5)
 
@@ -139,7 +139,7 @@ def modelled_sharing(most_ranks: int = MOST_RANKS) -> Sharing:
         segments = cheapest_segments(m, n, schedule, torch.bfloat16, CUDA)
         return panel_flops(short, last - first, end - start, segments, CUDA)
 
-    return Sharing(
+    return Splitting(
         most_ranks=most_ranks,
         flops=flops,
         requests=lambda m, n: panel_requests(
@@ -176,7 +176,7 @@ def _row(
 ) -> BalanceRow:
     candidates = _candidates(layers, weights)
     without, _, _ = _loads(candidates, owners, None)
-    loads, possible, shared = _loads(candidates, owners, modelled_sharing())
+    loads, possible, shared = _loads(candidates, owners, modelled_splitting())
     mean = sum(loads) / owners
     return BalanceRow(
         name=name,
@@ -191,14 +191,14 @@ def _row(
 
 
 def _loads(
-    candidates: list[Candidate], owners: int, sharing: Sharing | None
+    candidates: list[Candidate], owners: int, splitting: Splitting | None
 ) -> tuple[list[int], int, int]:
     """Loads of all ranks, what no placement can beat, number of shared matrices."""
     chosen = choose_ranks(
         candidates,
         ranks=owners,
         ranks_per_node=min(owners, RANKS_PER_NODE),
-        sharing=sharing,
+        splitting=splitting,
         buffer_bytes=1 << 40,
     )
     loads = [0] * owners
@@ -206,8 +206,8 @@ def _loads(
         for number, rank in enumerate(ranks):
             loads[rank] += (
                 candidate.cost
-                if sharing is None
-                else part_cost(candidate, sharing, len(ranks), number)
+                if splitting is None
+                else part_cost(candidate, splitting, len(ranks), number)
             )
     return loads, chosen.possible, sum(len(ranks) > 1 for ranks in chosen.ranks)
 

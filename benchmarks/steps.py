@@ -138,7 +138,7 @@ def state_bytes(optimizer: Any) -> int:
         if isinstance(value, torch.Tensor) and value.numel() > 1
     )
     updates = matrix_updates(optimizer)
-    factors: int = sum(f.nbytes for u in updates for f in u.right_factors.values())
+    factors: int = sum(f.nbytes for u in updates for f in u.owned_state.values())
     return found + factors
 
 

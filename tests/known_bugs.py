@@ -29,7 +29,7 @@ _SCHEDULE = "tests/distributed/test_schedule_at_load.py::"
 _SETTINGS = "tests/unit/integration/test_api_settings.py::"
 _ELSEWHERE = "tests/distributed/test_weights_from_elsewhere.py::"
 _LOGICAL = "tests/unit/matrices/test_logical.py::"
-_BALANCE = "tests/unit/placement/test_balance.py::"
+_BALANCE = "tests/unit/placement/test_owners.py::"
 
 REPORTS: dict[str, tuple[str, ...]] = {
     # ---- ownership, layout, communication

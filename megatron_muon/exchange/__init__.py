@@ -1,10 +1,9 @@
 """Runs a plan over a process group. The only package that calls collectives."""
 
-from megatron_muon.exchange.factor_runner import FactorExchange, WaveMail
 from megatron_muon.exchange.groups import exchange_group, neighbours_on_a_node
-from megatron_muon.exchange.messenger import ExchangeCounters, Flight
-from megatron_muon.exchange.pieces import piece_of
-from megatron_muon.exchange.runner import Exchange
+from megatron_muon.exchange.mailbox import ExchangeCounters, Flight, Mailbox, copy_all, piece_of
+from megatron_muon.exchange.panels import pass_requests, serve, take_panel
+from megatron_muon.exchange.runner import Exchange, WaveFunction
 from megatron_muon.exchange.transport import (
     GroupTransport,
     PlanMismatchError,
@@ -17,16 +16,20 @@ from megatron_muon.exchange.transport import (
 __all__ = [
     "Exchange",
     "ExchangeCounters",
-    "FactorExchange",
     "Flight",
     "GroupTransport",
+    "Mailbox",
     "PlanMismatchError",
     "Transport",
-    "WaveMail",
+    "WaveFunction",
     "check_agreement",
+    "copy_all",
     "exchange_group",
     "gather_objects",
     "neighbours_on_a_node",
+    "pass_requests",
     "piece_of",
     "same_on_all_ranks",
+    "serve",
+    "take_panel",
 ]

@@ -25,7 +25,7 @@ from megatron_muon.integration.model_parameters import model_parameters
 from megatron_muon.integration.param_groups import group_overrides
 from megatron_muon.integration.report import startup_report, summarize
 from megatron_muon.integration.routes import RoutedParameter, route_all
-from megatron_muon.integration.stage import MatrixRule, make_rule, plan_stage
+from megatron_muon.integration.stage import make_rule, plan_stage
 from megatron_muon.integration.support import (
     ConfigurationError,
     config_problems,
@@ -136,16 +136,12 @@ def _plan_together(
     device = next(p.device for chunk in model_chunks for p in chunk.parameters())
     problems: list[str] = []
     plans = []
-    rule: MatrixRule | None = None
     try:
-        rule = make_rule(settings, device)
-        plans = [
-            plan_stage(settings, rule, routed, model_chunks, domain, device) for domain in found
-        ]
+        rule, method = make_rule(settings, device)
+        plans = [plan_stage(settings, method, routed, model_chunks, domain) for domain in found]
     except ValueError as error:
         problems.append(str(error))
     _raise_on_every_rank(problems)
-    assert rule is not None
     setups = []
     for domain, plan in zip(found, plans, strict=True):
         group = domain.make_exchange_group(pg_collection)

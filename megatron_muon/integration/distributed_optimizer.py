@@ -20,9 +20,8 @@ from megatron_muon.integration.checkpoint_state import (
 )
 from megatron_muon.integration.combined_optimizer import MATRIX_GROUP_KEY, CombinedOptimizer
 from megatron_muon.integration.domains import Domain
-from megatron_muon.integration.stage import MatrixRule
 from megatron_muon.integration.updates import MatrixUpdate
-from megatron_muon.optim import MatrixRange
+from megatron_muon.optim import MatrixRange, MatrixRule
 from megatron_muon.placement import Plan
 
 
@@ -250,7 +249,7 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
                 for state, values in states.items()
             }
         if self.exchange is not None:
-            factors = self.exchange.right_factors
+            factors = self.exchange.owned_state
             found[RIGHT_FACTOR] = sharded_right_factors(factors, instance=instance)
         return found
 
@@ -265,7 +264,7 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
                     first += box.numel()
                 assert first == values.numel(), "boxes cover a range once, in order"
         if self.exchange is not None:
-            for name, factor in self.exchange.right_factors.items():
+            for name, factor in self.exchange.owned_state.items():
                 copy_loaded(factor, param_state[RIGHT_FACTOR][name])
 
     def _states(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:

@@ -55,8 +55,7 @@ def plan_warnings(settings: MatrixConfig, plan: Plan, domain: str) -> list[str]:
 
 def _dominating(settings: MatrixConfig, plan: Plan) -> list[str]:
     """A matrix that takes longer alone than an owner has to do on average."""
-    in_parts = {matrix.index for matrix in plan.shared}
-    whole = (i for i in range(len(plan.matrices)) if i not in in_parts)
+    whole = (i for i, scheme in enumerate(plan.schemes) if len(scheme.ranks) == 1)
     index = max(whole, key=lambda i: plan.costs[i], default=None)
     mean = sum(load.cost for load in plan.loads) / plan.group.size
     if index is None or plan.costs[index] <= 1.05 * mean:

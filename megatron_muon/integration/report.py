@@ -16,12 +16,11 @@ from typing import Any
 from megatron_muon.config import MatrixConfig
 from megatron_muon.integration.plan_warnings import family_name, plan_warnings
 from megatron_muon.integration.routes import RoutedParameter
-from megatron_muon.optim import MuonRule, OrthDionRule
-from megatron_muon.placement import FactorPlan, Plan
+from megatron_muon.optim import MatrixRule
+from megatron_muon.placement import Plan
+from megatron_muon.placement.schemes import SOURCE
 
 MIB = 2**20
-
-MatrixRule = MuonRule | OrthDionRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,26 +102,7 @@ def summarize(
         balance=_balance(settings, plan) if plan.matrices else "",
         traffic=_traffic(settings, plan, buffers) if plan.matrices else "",
         warnings=tuple(plan_warnings(settings, plan, domain)),
-        rule=_describe(settings, rule),
-    )
-
-
-def _describe(settings: MatrixConfig, rule: MatrixRule) -> str:
-    """The line on the update."""
-    scaled = f"update: {rule.scale_mode} scale x {rule.extra_scale_factor:.15g}"
-    if isinstance(rule, OrthDionRule):
-        compensated = ", times sqrt(smaller side / rank)" if rule.rank_compensation else ""
-        return (
-            f"{scaled}{compensated}, rank {rule.rank_fraction:.15g} of the smaller side in "
-            f"multiples of {rule.rank_multiple_of}, right factor {rule.right_factor}, computed and "
-            f"exchanged in fp32; momentum {rule.momentum:.15g}, V kept in "
-            f"{_dtype_name(rule.state_dtype)}"
-        )
-    return (
-        f"{scaled}, {len(rule.schedule)} Newton-Schulz steps ({settings.coefficient_type}), "
-        f"computed in {_dtype_name(rule.compute_dtype)}, exchanged in "
-        f"{_dtype_name(rule.exchange_dtype)}; momentum "
-        f"{rule.momentum:.15g}{' (Nesterov)' if rule.nesterov else ''}"
+        rule=rule.description,
     )
 
 
@@ -224,8 +204,7 @@ def _families(
     parameters = {p.name: p for p in plan.parameters}
     counts: Counter[MatrixFamily] = Counter()
     owners: dict[MatrixFamily, set[int]] = defaultdict(set)
-    shared = {part.index: part.ranks for part in plan.shared}
-    for index, (matrix, owner) in enumerate(zip(plan.matrices, plan.owners, strict=True)):
+    for matrix, scheme in zip(plan.matrices, plan.schemes, strict=True):
         parameter, entry = parameters[matrix.parameter], entries[matrix.parameter]
         cut = ("copy on every TP rank", "rows", "columns")[
             0 if parameter.tp_dim is None else 1 + parameter.tp_dim
@@ -236,10 +215,10 @@ def _families(
             cut=cut if plan.group.tp > 1 else "not cut",
             split=_split_label(entry),
             scale=rule.scale(*matrix.shape),
-            rank=rule.rank(*matrix.shape) if isinstance(rule, OrthDionRule) else None,
+            rank=rule.rank(*matrix.shape),
         )
         counts[family] += 1
-        owners[family].update(shared.get(index, (owner,)))
+        owners[family].update(scheme.ranks)
     return {family: (count, len(owners[family])) for family, count in counts.items()}
 
 
@@ -282,12 +261,12 @@ def _family_table(summaries: Sequence[Summary]) -> list[str]:
 def _balance(settings: MatrixConfig, plan: Plan) -> str:
     reached, bound = plan.balance
     busiest = max(Counter(plan.owners).values())
-    parts = Counter(len(matrix.ranks) for matrix in plan.shared)
+    parts = Counter(len(scheme.ranks) for scheme in plan.schemes if len(scheme.ranks) > 1)
     split = ", ".join(f"{count} split among {ranks}" for ranks, count in sorted(parts.items()))
     return (
         f"{_count(len(plan.matrices), 'matrix', 'matrices')}{f' ({split})' if split else ''}, "
         f"{_count(plan.group.size, 'owner', 'owners')}, waves: "
-        f"{len(plan.waves) + len(plan.shared_waves)}; owner load max/mean {reached:.3f}, best "
+        f"{len(plan.main.waves) + len(plan.split.waves)}; owner load max/mean {reached:.3f}, best "
         f"possible {bound:.3f} ({_unit(settings)}); busiest owner has "
         f"{_count(busiest, 'matrix', 'matrices')}, "
         f"{max(load.flops for load in plan.loads) / 1e9:.3g} GFLOP a step"
@@ -310,11 +289,10 @@ def _traffic(settings: MatrixConfig, plan: Plan, buffers: Sequence[Any]) -> str:
     adam = adam_traffic_bytes(buffers, plan.group.dp)
     compared = [f"{sent / adam:.2f} x what AdamW's reduce and gather send"] if adam else []
     schemes = ""
-    if isinstance(plan, FactorPlan):
-        dmuon = max(plan.whole_matrix_traffic()[0])
-        if dmuon:
+    if any(scheme.factors for scheme in plan.schemes):
+        if dmuon := max(plan.whole_matrix_bytes()):
             compared.append(f"{sent / dmuon:.2f} x what dmuon's exchange sends")
-        by_factors = sum(scheme == "factors" for scheme in plan.schemes)
+        by_factors = sum(not scheme.sends_elements(SOURCE) for scheme in plan.schemes)
         schemes = f" (factors of {by_factors}, the others whole)"
     return (
         f"exchange{schemes}: at most {sent / MIB:.2f} MiB sent by a rank and step"
@@ -334,10 +312,6 @@ def adam_traffic_bytes(buffers: Sequence[Any], dp: int) -> int:
         for buffer in buffers
     )
     return int(total * (dp - 1) // dp)
-
-
-def _dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

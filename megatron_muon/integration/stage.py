@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from megatron_muon.integration.routes import RoutedParameter
 from megatron_muon.linalg import (
     STATE_DTYPES,
     coefficient_schedule,
-    dion_flops,
     resolve_compute_dtype,
     resolve_exchange_dtype,
 )
@@ -25,39 +24,57 @@ from megatron_muon.matrices import (
     data_parallel_ranges,
     logical_matrices,
 )
-from megatron_muon.optim import MuonRule, OrthDionRule
+from megatron_muon.optim import MatrixRule, MuonRule, OrthDionRule
 from megatron_muon.placement import (
     CostFunction,
     ExchangeGroup,
+    Method,
     Plan,
     buffer_bytes_of,
     load_cost_table,
-    make_factor_plan,
     make_plan,
 )
 
-MatrixRule = MuonRule | OrthDionRule
+MethodFunction = Callable[[Sequence[LogicalMatrix], int], Method]
+"""What planning has to know of an optimizer, from the matrices of a stage and its owners."""
 
 
-def make_rule(settings: MatrixConfig, device: torch.device) -> MatrixRule:
-    """The update rule that the settings describe.
+def make_rule(settings: MatrixConfig, device: torch.device) -> tuple[MatrixRule, MethodFunction]:
+    """The update rule that the settings describe, and how it is planned.
+
+    Args:
+        settings: The user's settings.
+        device: Where matrices are computed; it decides what an operation costs.
 
     Raises:
         ValueError: A setting that does not exist or is out of range.
     """
-    if settings.optimizer == "orth_dion":
-        return OrthDionRule(
-            rank_fraction=settings.rank_fraction,
-            rank_multiple_of=settings.rank_multiple_of,
-            momentum=settings.momentum,
-            right_factor=settings.right_factor,
-            scale_mode=settings.scale_mode,
-            extra_scale_factor=settings.extra_scale_factor,
-            rank_compensation=settings.rank_compensation,
-            state_dtype=STATE_DTYPES[settings.state_dtype],
-        )
+    make = _orth_dion if settings.optimizer == "orth_dion" else _dmuon
+    return make(settings, device)
+
+
+def _orth_dion(settings: MatrixConfig, device: torch.device) -> tuple[MatrixRule, MethodFunction]:
+    rule = OrthDionRule(
+        rank_fraction=settings.rank_fraction,
+        rank_multiple_of=settings.rank_multiple_of,
+        momentum=settings.momentum,
+        right_factor=settings.right_factor,
+        scale_mode=settings.scale_mode,
+        extra_scale_factor=settings.extra_scale_factor,
+        rank_compensation=settings.rank_compensation,
+        state_dtype=STATE_DTYPES[settings.state_dtype],
+    )
+
+    def method(matrices: Sequence[LogicalMatrix], owners: int) -> Method:
+        _require_room_for_ranks(settings, matrices)
+        return rule.method(settings.exchange)
+
+    return rule, method
+
+
+def _dmuon(settings: MatrixConfig, device: torch.device) -> tuple[MatrixRule, MethodFunction]:
     compute_dtype = resolve_compute_dtype(settings.compute_dtype, device)
-    return MuonRule(
+    rule = MuonRule(
         momentum=settings.momentum,
         nesterov=settings.nesterov,
         schedule=coefficient_schedule(
@@ -66,20 +83,31 @@ def make_rule(settings: MatrixConfig, device: torch.device) -> MatrixRule:
             settings.coefficients,
             compute_dtype=compute_dtype,
         ),
+        coefficient_type=settings.coefficient_type,
         scale_mode=settings.scale_mode,
         extra_scale_factor=settings.extra_scale_factor,
         compute_dtype=compute_dtype,
         exchange_dtype=resolve_exchange_dtype(settings.exchange_dtype, compute_dtype),
     )
 
+    def method(matrices: Sequence[LogicalMatrix], owners: int) -> Method:
+        return rule.method(
+            device,
+            cost=_costs(settings, rule, matrices, owners=owners, device=device),
+            splitting=rule.splitting(
+                settings.split_ranks, device, min_flops=int(settings.split_min_gflop * 1e9)
+            ),
+        )
+
+    return rule, method
+
 
 def plan_stage(
     settings: MatrixConfig,
-    rule: MatrixRule,
+    method: MethodFunction,
     routed: Sequence[RoutedParameter],
     model_chunks: Sequence[Any],
     domain: Domain,
-    device: torch.device,
 ) -> Plan:
     """The plan of this stage's matrices of one domain.
 
@@ -88,11 +116,10 @@ def plan_stage(
 
     Args:
         settings: The user's settings.
-        rule: The update rule; it gives the cost of a matrix.
+        method: How the update rule is planned.
         routed: Every trainable parameter, with its split decided.
         model_chunks: Chunks wrapped in ``DistributedDataParallel``.
         domain: Dense parameters or experts.
-        device: Where matrices are computed; it decides what an operation costs.
 
     Raises:
         ValueError: A parameter cannot be cut or split as asked, or the buffer is too small.
@@ -108,37 +135,13 @@ def plan_stage(
         parameters.append(parameter)
         logical.extend(logical_matrices(parameter, split=entry.split))
     group = ExchangeGroup(tp=tp, dp=dp)
-    buffer_bytes = buffer_bytes_of(settings.exchange_buffer_mb)
-    ranks_per_node = domain.ranks_per_node(_ranks_of_a_node(settings))
-    if isinstance(rule, MuonRule):
-        return make_plan(
-            group=group,
-            parameters=parameters,
-            matrices=logical,
-            cost=_costs(settings, rule, logical, owners=group.size, device=device),
-            flops=lambda m, n: rule.cost(m, n, device),
-            itemsize=rule.exchange_dtype.itemsize,
-            buffer_bytes=buffer_bytes,
-            ranks_per_node=ranks_per_node,
-            sharing=(
-                rule.sharing(
-                    settings.split_ranks, device, min_flops=int(settings.split_min_gflop * 1e9)
-                )
-                if settings.split_ranks > 1
-                else None
-            ),
-        )
-    _require_room_for_ranks(settings, logical)
-    return make_factor_plan(
+    return make_plan(
         group=group,
         parameters=parameters,
         matrices=logical,
-        rank=rule.rank,
-        cost=lambda m, n: dion_flops(m, n, rule.rank(m, n)),
-        itemsize=rule.exchange_dtype.itemsize,
-        buffer_bytes=buffer_bytes,
-        scheme=settings.exchange,
-        ranks_per_node=ranks_per_node,
+        method=method(logical, group.size),
+        buffer_bytes=buffer_bytes_of(settings.exchange_buffer_mb),
+        ranks_per_node=domain.ranks_per_node(_ranks_of_a_node(settings)),
     )
 
 
@@ -157,18 +160,14 @@ def _costs(
     *,
     owners: int,
     device: torch.device,
-) -> CostFunction:
-    """Estimated time of a matrix: measured in batches as owners will have them, or operations.
+) -> CostFunction | None:
+    """Measured time of a matrix in batches as owners will have them; None without measurements.
 
     Raises:
         ValueError: The table is of another kind of iteration.
     """
-
-    def flops(m: int, n: int) -> int:
-        return rule.cost(m, n, device)
-
     if settings.cost_table is None:
-        return flops
+        return None
     table = load_cost_table(settings.cost_table)
     dtype, steps = str(rule.compute_dtype).removeprefix("torch."), len(rule.schedule)
     if (table.dtype, table.steps) != (dtype, steps):
@@ -179,6 +178,10 @@ def _costs(
             f"--cost-dtype {dtype} --cost-steps {steps}"
         )
     shapes = Counter((min(m.shape), max(m.shape)) for m in matrices)
+
+    def flops(m: int, n: int) -> int:
+        return rule.flops(m, n, device)
+
     costs = {
         shape: table.cost(*shape, batch=-(-count // owners), flops=flops)
         for shape, count in shapes.items()

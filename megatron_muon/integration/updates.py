@@ -6,18 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_muon.exchange import Exchange, ExchangeCounters, FactorExchange, GroupTransport
-from megatron_muon.integration.stage import MatrixRule
+from megatron_muon.exchange import Exchange, ExchangeCounters, GroupTransport
 from megatron_muon.linalg import Workspace, small_side_first
-from megatron_muon.optim import (
-    MatrixRange,
-    MuonRule,
-    OrthDionRule,
-    first_right_factors,
-    muon_step,
-    orth_dion_step,
-)
-from megatron_muon.placement import FactorPlan, Plan, RankLoad
+from megatron_muon.optim import MatrixRange, MatrixRule
+from megatron_muon.placement import Plan, RankLoad
 
 
 class MatrixUpdate:
@@ -25,7 +17,8 @@ class MatrixUpdate:
 
     Attributes:
         rank: This rank in the exchange group.
-        right_factors: V of every matrix that this rank owns, by the matrix's name; empty for dmuon.
+        owned_state: State that belongs to the matrices that this rank owns, by their names: V of
+            Orth-Dion.
 
     Args:
         rule: The update rule.
@@ -42,34 +35,20 @@ class MatrixUpdate:
         device: torch.device,
     ) -> None:
         self.rank = group.rank()
-        self.right_factors: dict[str, torch.Tensor] = {}
+        self.owned_state = rule.first_state(plan, self.rank, device)
         self._rule = rule
         self._workspace = Workspace()
         # Between steps a GPU's memory is the activations'.
         self._keeps_memory = device.type == "cpu"
-        transport = GroupTransport(group)
-        self._exchange: Exchange | FactorExchange
-        if isinstance(plan, FactorPlan):
-            assert isinstance(rule, OrthDionRule)
-            self._exchange = FactorExchange(
-                plan, rank=self.rank, transport=transport, dtype=rule.exchange_dtype, device=device
-            )
-            self.right_factors = first_right_factors(
-                plan, self.rank, dtype=rule.state_dtype, device=device
-            )
-        else:
-            assert isinstance(rule, MuonRule)
-            self._exchange = Exchange(
-                plan,
-                rank=self.rank,
-                transport=transport,
-                dtype=rule.exchange_dtype,
-                device=device,
-                keep_buffers=self._keeps_memory,
-                squares_dtype=rule.compute_dtype,
-                scalars_dtype=rule.scalars_dtype,
-                small_side_first=small_side_first(device),
-            )
+        self._exchange = Exchange(
+            plan,
+            rank=self.rank,
+            transport=GroupTransport(group),
+            dtypes=rule.dtypes,
+            device=device,
+            keep_buffers=self._keeps_memory,
+            small_side_first=small_side_first(device),
+        )
 
     @property
     def load(self) -> RankLoad:
@@ -87,11 +66,6 @@ class MatrixUpdate:
         Args:
             ranges: For each parameter of the plan this rank's range, None where it owns nothing.
         """
-        if isinstance(self._rule, MuonRule):
-            assert isinstance(self._exchange, Exchange)
-            muon_step(self._rule, ranges, self._exchange, self._workspace)
-            if not self._keeps_memory:
-                self._workspace.clear()
-        else:
-            assert isinstance(self._exchange, FactorExchange)
-            orth_dion_step(self._rule, ranges, self._exchange, self.right_factors)
+        self._rule.step(ranges, self._exchange, self.owned_state, self._workspace)
+        if not self._keeps_memory:
+            self._workspace.clear()

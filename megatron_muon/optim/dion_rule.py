@@ -1,15 +1,26 @@
-"""What Orth-Dion needs to know of a matrix before the first step: rank, scale, the first V."""
+"""Orth-Dion's hyper-parameters, and what follows from them before the first step."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megatron_muon.linalg import RIGHT_FACTORS, update_scale
+from megatron_muon.exchange import Exchange
+from megatron_muon.linalg import RIGHT_FACTORS, Workspace, dion_flops, update_scale
+from megatron_muon.optim.orth_dion import orth_dion_step
+from megatron_muon.optim.rule import MatrixRange, OwnedState, dtype_name
+from megatron_muon.placement import Method, Plan
+from megatron_muon.placement.schemes import FactorChoice, factor_scheme
+
+MIN_WAVE_ELEMENTS = 1 << 22
+"""``Method.min_wave_elements``: a wave has up to five messages, of a fraction of its matrices'
+elements, and the QRs of a wave are batched (one wave in place of four of 2^20 elements: a tenth of
+a step less on 4 gloo ranks)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +66,21 @@ class OrthDionRule:
         update_scale(self.scale_mode, 1, 1)
 
     @property
-    def exchange_dtype(self) -> torch.dtype:
-        """Element type of what travels: a factor in bf16 would be 1e-3 from orthonormal."""
-        return torch.float32
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """See ``MatrixRule``; a factor in bf16 would be 1e-3 from orthonormal."""
+        kinds = ("warm", "source", "basis", "response", "update")
+        return dict.fromkeys(kinds, torch.float32)
+
+    @property
+    def description(self) -> str:
+        """See ``MatrixRule``."""
+        compensated = ", times sqrt(smaller side / rank)" if self.rank_compensation else ""
+        return (
+            f"update: {self.scale_mode} scale x {self.extra_scale_factor:.15g}{compensated}, "
+            f"rank {self.rank_fraction:.15g} of the smaller side in multiples of "
+            f"{self.rank_multiple_of}, right factor {self.right_factor}, computed and exchanged in fp32; momentum "
+            f"{self.momentum:.15g}, V kept in {dtype_name(self.state_dtype)}"
+        )
 
     def rank(self, m: int, n: int) -> int:
         """Returns r of a whole m x n matrix, at least 1 and at most min(m, n)."""
@@ -72,6 +95,50 @@ class OrthDionRule:
         if self.rank_compensation:
             scale *= math.sqrt(min(m, n) / self.rank(m, n))
         return scale
+
+    def method(self, exchange: FactorChoice, *, itemsize: int = 4) -> Method:
+        """What planning has to know.
+
+        Args:
+            exchange: What is exchanged: factors, matrices, or whichever is less.
+            itemsize: Bytes of an element of every message.
+        """
+
+        def flops(m: int, n: int) -> int:
+            return dion_flops(m, n, self.rank(m, n))
+
+        return Method(
+            cost=flops,
+            flops=flops,
+            itemsizes=dict.fromkeys(self.dtypes, itemsize),
+            scheme=factor_scheme(self.rank, exchange),
+            slots=2,
+            reuses_messages=False,
+            min_wave_elements=MIN_WAVE_ELEMENTS,
+        )
+
+    def first_state(self, plan: Plan, rank: int, device: torch.device) -> OwnedState:
+        """V (short side x r) of every matrix that a rank owns.
+
+        Seeded by the matrix's name alone, so it is the same whatever rank owns it.
+        """
+        return {
+            matrix.name: seeded_right_factor(
+                matrix.name, min(matrix.shape), self.rank(*matrix.shape), dtype=self.state_dtype
+            ).to(device)
+            for matrix, owner in zip(plan.matrices, plan.owners, strict=True)
+            if owner == rank
+        }
+
+    def step(
+        self,
+        ranges: Sequence[MatrixRange | None],
+        exchange: Exchange,
+        state: OwnedState,
+        workspace: Workspace,
+    ) -> None:
+        """See ``MatrixRule``."""
+        orth_dion_step(self, ranges, exchange, state)
 
 
 def seeded_right_factor(name: str, n: int, r: int, *, dtype: torch.dtype = torch.float32) -> Tensor:

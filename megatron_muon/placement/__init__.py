@@ -7,44 +7,45 @@ from megatron_muon.placement.cost_table import (
     load_cost_table,
     write_cost_table,
 )
-from megatron_muon.placement.factors import FactorPlan, Scheme, SchemeChoice, make_factor_plan
-from megatron_muon.placement.panels import even_cuts
+from megatron_muon.placement.factor_shape import FactorShape
 from megatron_muon.placement.plan import CostFunction, Plan, RankLoad
-from megatron_muon.placement.planning import make_plan
-from megatron_muon.placement.segments import (
+from megatron_muon.placement.planning import Method, make_plan
+from megatron_muon.placement.regions import (
     ExchangeGroup,
-    Rectangle,
-    Segment,
-    copies,
-    rectangles,
-    segments,
+    Piece,
+    Region,
+    Run,
+    Share,
+    even_cuts,
+    shares,
 )
-from megatron_muon.placement.shared import SharedMatrix
-from megatron_muon.placement.sharing import FLOPS_PER_BYTE, MIN_SHARED_FLOPS, Sharing
+from megatron_muon.placement.schemes import Factors, Panels, Scheme, Whole
+from megatron_muon.placement.splitting import FLOPS_PER_BYTE, MIN_SPLIT_FLOPS, Splitting
 
 __all__ = [
     "FLOPS_PER_BYTE",
-    "MIN_SHARED_FLOPS",
+    "MIN_SPLIT_FLOPS",
     "CostFunction",
     "CostTable",
     "ExchangeGroup",
-    "FactorPlan",
+    "FactorShape",
+    "Factors",
     "MeasuredCost",
+    "Method",
+    "Panels",
+    "Piece",
     "Plan",
     "RankLoad",
-    "Rectangle",
+    "Region",
+    "Run",
     "Scheme",
-    "SchemeChoice",
-    "Segment",
-    "SharedMatrix",
-    "Sharing",
+    "Share",
+    "Splitting",
+    "Whole",
     "buffer_bytes_of",
-    "copies",
     "even_cuts",
     "load_cost_table",
-    "make_factor_plan",
     "make_plan",
-    "rectangles",
-    "segments",
+    "shares",
     "write_cost_table",
 ]

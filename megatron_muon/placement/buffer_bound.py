@@ -52,7 +52,7 @@ def planned_within[P](plan_with: Callable[[int], P], buffer_bytes: int) -> P:
 
     Raises:
         BufferTooSmallError: With the flag, the largest matrix and a value that was tried: with
-            more memory more waves of shared matrices are under way, so what one plan needs may not
+            more memory more waves of split matrices are under way, so what one plan needs may not
             do for the next.
     """
     try:

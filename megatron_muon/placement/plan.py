@@ -1,4 +1,4 @@
-"""The Plan: who computes what, when, and what travels. The same on every rank."""
+"""The Plan: who computes what, when, and what is communicated. The same on every rank."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Any, NamedTuple
 
 from megatron_muon.matrices import LogicalMatrix, ShardedParameter
-from megatron_muon.placement.segments import ExchangeGroup, Segment
-from megatron_muon.placement.shared import (
-    SHARED_SLOTS,
-    Itemsizes,
-    SharedMatrix,
-    SharedTraffic,
-    crossing_bytes,
-    shared_peaks,
-    shared_traffic,
-)
-from megatron_muon.placement.waves import EMPTY, Footprint, peak_elements
+from megatron_muon.placement.regions import ExchangeGroup
+from megatron_muon.placement.schemes import Round, Scheme
 
 CostFunction = Callable[[int, int], int]
-"""Estimated time of orthogonalizing one (m, n) matrix, in any unit."""
+"""Estimated time, or operations, of orthogonalizing one (m, n) matrix."""
+
+ALIGNMENT = 16
+"""Every buffer of a wave starts at a multiple of this many bytes."""
+
+
+def aligned(count: int) -> int:
+    """Bytes that a buffer takes in the memory of a wave."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,8 @@ class RankLoad:
         cost: Estimated time of them, in the unit of ``Plan.costs``.
         sent_bytes: Bytes that leave it, both ways of the exchange, its own pieces not counted.
         received_bytes: Bytes that reach it, its own pieces not counted.
-        peak_buffer_bytes: Largest sum of exchange buffers and assembled matrices alive at once.
-        matrices: Number of matrices it owns; one that is shared counts for the first of its ranks.
+        peak_buffer_bytes: Exchange buffers and assembled matrices.
+        matrices: Number of matrices it owns; one that is split counts for the first of its ranks.
     """
 
     flops: int
@@ -47,6 +47,40 @@ class RankLoad:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lane:
+    """Waves that run one after another, a few under way at once.
+
+    Attributes:
+        waves: For each wave the indices of its matrices.
+        slots: Most waves under way at once; each has memory of its own.
+    """
+
+    waves: tuple[tuple[int, ...], ...]
+    slots: int
+
+    @property
+    def used_slots(self) -> int:
+        """Slots that are allocated."""
+        return min(self.slots, len(self.waves))
+
+
+class LaneMemory(NamedTuple):
+    """Bytes that one rank allocates for a lane.
+
+    Attributes:
+        slot: For one wave under way: its messages, and what is kept from its first to its last.
+        computed: For the matrices that are being computed.
+    """
+
+    slot: int = 0
+    computed: int = 0
+
+    def total(self, lane: Lane) -> int:
+        """Bytes of all slots together."""
+        return lane.used_slots * self.slot + self.computed
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """One stage's exchange, from names, shapes and group sizes alone.
 
@@ -54,120 +88,141 @@ class Plan:
         group: Sizes of the exchange group.
         parameters: The parameters, sorted by name.
         matrices: The logical matrices in forward order (natural order of their names).
-        owners: Rank in the group that orthogonalizes each matrix; the first of those that share it.
-        waves: For each wave the indices of its matrices, shared ones left out.
-        gathers: For each matrix the runs that go to its owner.
-        scatters: For each matrix the runs that receive its update.
+        schemes: How each matrix is communicated, and which ranks compute it.
+        main: Waves of the matrices that one rank computes.
+        split: Waves of the matrices that several ranks compute; they run between the main ones.
         costs: Estimated time of each matrix, as a whole.
-        itemsize: Bytes of one element on the wire.
-        ranks_per_node: Neighbouring ranks that are on one node, as far as is known.
-        flops: Floating-point operations of each matrix, as a whole; empty where costs are such.
+        flops: Floating-point operations of each matrix, as a whole.
         possible: Cost that the busiest rank has in any placement, see ``bounds``.
-        shared: Matrices that several ranks compute together.
-        shared_waves: For each wave of those their positions in ``shared``.
-        shared_slots: Such waves under way at once.
-        shared_itemsizes: Bytes of an element of (partial sums and block rows, norms).
+        itemsizes: Bytes of an element of a message, by ``Round.kind``.
+        reuses_messages: Whether the buffers of a wave's rounds share their memory.
+        ranks_per_node: Neighbouring ranks that are on one node, as far as is known.
     """
 
     group: ExchangeGroup
     parameters: tuple[ShardedParameter, ...]
     matrices: tuple[LogicalMatrix, ...]
-    owners: tuple[int, ...]
-    waves: tuple[tuple[int, ...], ...]
-    gathers: tuple[tuple[Segment, ...], ...]
-    scatters: tuple[tuple[Segment, ...], ...]
+    schemes: tuple[Scheme, ...]
+    main: Lane
+    split: Lane
     costs: tuple[int, ...]
-    itemsize: int
-    ranks_per_node: int
-    flops: tuple[int, ...] = ()
+    flops: tuple[int, ...]
     possible: int
-    shared: tuple[SharedMatrix, ...] = ()
-    shared_waves: tuple[tuple[int, ...], ...] = ()
-    shared_slots: int = SHARED_SLOTS
-    shared_itemsizes: tuple[int, int] = (0, 0)
+    itemsizes: Mapping[str, int]
+    reuses_messages: bool
+    ranks_per_node: int
 
     @cached_property
     def digest(self) -> str:
         """SHA-256 of inputs and choices; equal on all ranks or the job must not start."""
-        # The runs follow from parameters, matrices and group, and are by far the longest part.
-        decided = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if field.name not in ("gathers", "scatters")
-        }
-        return hashlib.sha256(repr(decided).encode()).hexdigest()
-
-    def whole_matrix_traffic(self) -> tuple[list[int], list[int]]:
-        """Bytes (sent, received) by every rank of matrices that travel whole, both ways."""
-        sent, received = [0] * self.group.size, [0] * self.group.size
-        in_parts = {matrix.index for matrix in self.shared}
-        for index, owner in enumerate(self.owners):
-            if index in in_parts:
-                continue
-            for segment in self.gathers[index]:
-                if segment.rank != owner:
-                    sent[segment.rank] += segment.numel * self.itemsize
-                    received[owner] += segment.numel * self.itemsize
-            for segment in self.scatters[index]:
-                if segment.rank != owner:
-                    sent[owner] += segment.numel * self.itemsize
-                    received[segment.rank] += segment.numel * self.itemsize
-        return sent, received
-
-    @cached_property
-    def traffic_of_shared(self) -> tuple[SharedTraffic, ...]:
-        """What travels between holders and the ranks of each shared matrix."""
-        return tuple(
-            shared_traffic(m, self.gathers[m.index], self.scatters[m.index]) for m in self.shared
-        )
+        # What the ranks hold follows from parameters, matrices and group, and is very long.
+        decided = _fields(self, but="schemes")
+        schemes = [
+            (type(scheme).__name__, _fields(scheme, but="shares")) for scheme in self.schemes
+        ]
+        return hashlib.sha256(repr((decided, schemes)).encode()).hexdigest()
 
     @property
-    def itemsizes(self) -> Itemsizes:
-        """Bytes of an element of everything that travels."""
-        squares, scalars = self.shared_itemsizes
-        return Itemsizes(exchange=self.itemsize, squares=squares, scalars=scalars)
+    def owners(self) -> tuple[int, ...]:
+        """Rank that computes each matrix; the first one of those that are split."""
+        return tuple(scheme.ranks[0] for scheme in self.schemes)
+
+    def whole_matrix_bytes(self) -> list[int]:
+        """Bytes that every rank would send if elements of all matrices were exchanged."""
+        sent = [0] * self.group.size
+        for scheme in self.schemes:
+            owner = scheme.ranks[0]
+            for share in scheme.shares:
+                if share.rank != owner:
+                    sent[share.rank] += share.numel * self.itemsizes["source"] * share.is_source
+                    sent[owner] += share.numel * self.itemsizes["update"]
+        return sent
 
     @cached_property
     def loads(self) -> tuple[RankLoad, ...]:
-        """Predicted work, traffic and memory of every rank."""
+        """Predicted work, communication and memory of every rank."""
         size = self.group.size
         flops, costs, owned = [0] * size, [0] * size, [0] * size
-        in_parts = {matrix.index for matrix in self.shared}
-        for index, owner in enumerate(self.owners):
-            owned[owner] += 1
-            if index not in in_parts:
-                flops[owner] += (self.flops or self.costs)[index]
-                costs[owner] += self.costs[index]
-        for matrix in self.shared:
-            for number, rank in enumerate(matrix.ranks):
-                flops[rank] += matrix.flops[number]
-                costs[rank] += matrix.costs[number]
-        sent, received = self.whole_matrix_traffic()
-        more_sent, more_received = crossing_bytes(
-            self.shared, self.traffic_of_shared, self.itemsizes, size
-        )
-        footprints = wave_footprints(
-            self.waves, self.matrices, self.owners, self.gathers, self.scatters, size
-        )
-        peaks = shared_peaks(
-            self.shared,
-            self.traffic_of_shared,
-            self.shared_waves,
-            self.itemsizes,
-            size,
-            self.shared_slots,
-        )
+        sent, received = [0] * size, [0] * size
+        for scheme in self.schemes:
+            owned[scheme.ranks[0]] += 1
+            for rank, operations, cost in zip(
+                scheme.ranks, scheme.flops, scheme.costs, strict=True
+            ):
+                flops[rank] += operations
+                costs[rank] += cost
+            for where, messages in scheme.messages.items():
+                itemsize = self.itemsizes[where.kind]
+                for source, target, elements in messages:
+                    if source != target:
+                        sent[source] += elements * itemsize
+                        received[target] += elements * itemsize
+        peaks = self.peak_bytes
         return tuple(
             RankLoad(
                 flops=flops[rank],
                 cost=costs[rank],
-                sent_bytes=sent[rank] + more_sent[rank],
-                received_bytes=received[rank] + more_received[rank],
-                peak_buffer_bytes=wave_peak(footprints, rank) * self.itemsize + peaks[rank],
+                sent_bytes=sent[rank],
+                received_bytes=received[rank],
+                peak_buffer_bytes=peaks[rank],
                 matrices=owned[rank],
             )
             for rank in range(size)
         )
+
+    @cached_property
+    def peak_bytes(self) -> list[int]:
+        """Bytes of every rank's exchange buffers and assembled matrices."""
+        return [
+            main.total(self.main) + split.total(self.split)
+            for main, split in zip(self.main_memory, self.split_memory, strict=True)
+        ]
+
+    @cached_property
+    def main_memory(self) -> list[LaneMemory]:
+        """What every rank allocates for the waves of matrices with one owner."""
+        return self._lane_memory(self.main)
+
+    @cached_property
+    def split_memory(self) -> list[LaneMemory]:
+        """What every rank allocates for the waves of split matrices."""
+        return self._lane_memory(self.split)
+
+    def _lane_memory(self, lane: Lane) -> list[LaneMemory]:
+        slots, computed = [0] * self.group.size, [0] * self.group.size
+        for wave in lane.waves:
+            for rank, need in self._wave_memory(wave).items():
+                slots[rank] = max(slots[rank], need.slot)
+                computed[rank] = max(computed[rank], need.computed)
+        return list(map(LaneMemory, slots, computed))
+
+    def _wave_memory(self, wave: Sequence[int]) -> dict[int, LaneMemory]:
+        sent: dict[tuple[int, Round], int] = defaultdict(int)
+        received: dict[tuple[int, Round], int] = defaultdict(int)
+        kept: dict[int, int] = defaultdict(int)
+        computed: dict[int, int] = defaultdict(int)
+        for index in wave:
+            scheme = self.schemes[index]
+            for where, messages in scheme.messages.items():
+                for source, target, elements in messages:
+                    sent[source, where] += elements
+                    # Alone, what is sent is what is received.
+                    received[target, where] += elements * (self.group.size > 1)
+            for rank, elements in scheme.kept_elements():
+                kept[rank] += aligned(elements * self.itemsizes["source"])
+            for rank, elements in scheme.computed_elements():
+                computed[rank] += aligned(elements * self.itemsizes["source"])
+        buffers: dict[int, int] = defaultdict(int)
+        for rank, where in sent.keys() | received.keys():
+            itemsize = self.itemsizes[where.kind]
+            both = aligned(sent[rank, where] * itemsize) + aligned(received[rank, where] * itemsize)
+            buffers[rank] = (
+                max(buffers[rank], both) if self.reuses_messages else buffers[rank] + both
+            )
+        return {
+            rank: LaneMemory(slot=buffers[rank] + kept[rank], computed=computed[rank])
+            for rank in {*buffers, *kept, *computed}
+        }
 
     @property
     def balance(self) -> tuple[float, float]:
@@ -179,39 +234,5 @@ class Plan:
         return max(costs) / mean, max(mean, self.possible) / mean
 
 
-def wave_footprints(
-    waves: Sequence[Sequence[int]],
-    matrices: Sequence[LogicalMatrix],
-    owners: Sequence[int],
-    gathers: Sequence[Sequence[Segment]],
-    scatters: Sequence[Sequence[Segment]],
-    size: int,
-) -> list[Mapping[int, Footprint]]:
-    """For each wave, what each rank with anything to do in it holds."""
-    result: list[Mapping[int, Footprint]] = []
-    for wave in waves:
-        outbound: dict[int, int] = defaultdict(int)
-        assembled: dict[int, int] = defaultdict(int)
-        inbound: dict[int, int] = defaultdict(int)
-        for index in wave:
-            owner = owners[index]
-            assembled[owner] += matrices[index].numel
-            for elements, runs in ((outbound, gathers[index]), (inbound, scatters[index])):
-                for segment in runs:
-                    elements[segment.rank] += segment.numel
-                    # Alone, what is sent is what is received.
-                    elements[owner] += segment.numel * (size > 1)
-        result.append(
-            {
-                rank: Footprint(
-                    outbound=outbound[rank], matrices=assembled[rank], inbound=inbound[rank]
-                )
-                for rank in sorted({*outbound, *assembled, *inbound})
-            }
-        )
-    return result
-
-
-def wave_peak(footprints: Sequence[Mapping[int, Footprint]], rank: int) -> int:
-    """Elements that a rank holds for waves in which it has these footprints."""
-    return peak_elements([wave.get(rank, EMPTY) for wave in footprints])
+def _fields(data: Any, *, but: str) -> list[tuple[str, Any]]:
+    return [(f.name, getattr(data, f.name)) for f in fields(data) if f.name != but]

@@ -3,110 +3,50 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_muon.matrices import LogicalMatrix, ShardedParameter, natural_key
 from megatron_muon.placement.buffer_bound import BufferTooSmallError, planned_within
-from megatron_muon.placement.plan import CostFunction, Plan, wave_footprints, wave_peak
-from megatron_muon.placement.segments import ExchangeGroup, Segment, copies, segments
-from megatron_muon.placement.shared import (
-    SHARED_SLOTS,
-    SharedMatrix,
-    shared_peaks,
-    shared_waves,
-)
-from megatron_muon.placement.sharing import Candidate, Sharing, choose_ranks, part_cost
-from megatron_muon.placement.waves import cut_by_owner, initial_cap
+from megatron_muon.placement.plan import CostFunction, Lane, Plan
+from megatron_muon.placement.regions import ExchangeGroup, Share, shares
+from megatron_muon.placement.schemes import Panels, Scheme, SchemeFunction, whole_scheme
+from megatron_muon.placement.splitting import Candidate, Splitting, choose_ranks, part_cost
+
+MIN_WAVE_ELEMENTS = 1 << 18
+"""An owner's part of a wave below which a further wave costs more latency than it hides."""
+
+TARGET_WAVES = 4
+"""Enough for exchange, computation and return to overlap; more only where memory asks for it."""
+
+SPLIT_SLOTS = 2
+"""Waves of split matrices under way at once, where memory allows it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arrangement:
-    """Parameters, matrices and owners in the order of the plan, before waves are cut.
+class Method:
+    """What planning has to know of an optimizer.
 
     Attributes:
-        parameters: Sorted by name.
-        matrices: Sorted by name.
-        gathers: For each matrix the runs that go to its owner.
-        scatters: For each matrix the runs that receive its update.
-        costs: Estimated time of each matrix.
-        flops: Operations of each matrix.
-        owners: Rank that computes each matrix, the first of several.
-        ranks: All ranks that compute each matrix.
-        possible: As ``Plan.possible``.
+        cost: Estimated time of one (m, n) matrix.
+        flops: Floating-point operations of one (m, n) matrix.
+        itemsizes: Bytes of an element of a message, by ``Round.kind``.
+        scheme: How a matrix with one owner is communicated.
+        splitting: How several ranks can compute a matrix; None for one owner each. Nothing is
+            split where the buffers would not fit otherwise.
+        slots: Waves under way at once.
+        reuses_messages: As in ``Plan``.
+        min_wave_elements: An owner's part of a wave is not made smaller unless memory asks for it.
     """
 
-    parameters: tuple[ShardedParameter, ...]
-    matrices: tuple[LogicalMatrix, ...]
-    gathers: tuple[tuple[Segment, ...], ...]
-    scatters: tuple[tuple[Segment, ...], ...]
-    costs: tuple[int, ...]
-    flops: tuple[int, ...]
-    ranks: tuple[tuple[int, ...], ...]
-    possible: int
-
-    @property
-    def owners(self) -> tuple[int, ...]:
-        """Rank that computes each matrix, the first of several."""
-        return tuple(ranks[0] for ranks in self.ranks)
-
-    @property
-    def whole(self) -> list[int]:
-        """Indices of the matrices that one rank computes."""
-        return [index for index, ranks in enumerate(self.ranks) if len(ranks) == 1]
-
-
-def arrange(
-    *,
-    group: ExchangeGroup,
-    parameters: Sequence[ShardedParameter],
-    matrices: Sequence[LogicalMatrix],
-    cost: CostFunction,
-    flops: CostFunction | None = None,
-    ranks_per_node: int | None = None,
-    sharing: Sharing | None = None,
-    buffer_bytes: int = 0,
-) -> Arrangement:
-    """Sort everything and choose owners; the result does not depend on the order given."""
-    parameters = tuple(sorted(parameters, key=lambda p: natural_key(p.name)))
-    matrices = tuple(sorted(matrices, key=lambda m: natural_key(m.name)))
-    by_name = {parameter.name: parameter for parameter in parameters}
-    gathers = tuple(segments(m, by_name[m.parameter], group) for m in matrices)
-    scatters = tuple(copies(g, m, group) for g, m in zip(gathers, matrices, strict=True))
-    candidates = [
-        Candidate(
-            name=matrix.name,
-            shape=matrix.shape,
-            cost=cost(*matrix.shape),
-            flops=(flops or cost)(*matrix.shape),
-            held=_elements_by_rank(runs),
-        )
-        for matrix, runs in zip(matrices, scatters, strict=True)
-    ]
-    chosen = choose_ranks(
-        candidates,
-        ranks=group.size,
-        ranks_per_node=ranks_per_node or group.size,
-        sharing=sharing,
-        buffer_bytes=buffer_bytes,
-    )
-    return Arrangement(
-        parameters=parameters,
-        matrices=matrices,
-        gathers=gathers,
-        scatters=scatters,
-        costs=tuple(candidate.cost for candidate in candidates),
-        flops=tuple(candidate.flops for candidate in candidates),
-        ranks=chosen.ranks,
-        possible=chosen.possible,
-    )
-
-
-def _elements_by_rank(runs: Sequence[Segment]) -> dict[int, int]:
-    elements: dict[int, int] = defaultdict(int)
-    for segment in runs:
-        elements[segment.rank] += segment.numel
-    return elements
+    cost: CostFunction
+    flops: CostFunction
+    itemsizes: Mapping[str, int]
+    scheme: SchemeFunction = whole_scheme
+    splitting: Splitting | None = None
+    slots: int = 3
+    reuses_messages: bool = True
+    min_wave_elements: int | None = None
 
 
 def make_plan(
@@ -114,180 +54,187 @@ def make_plan(
     group: ExchangeGroup,
     parameters: Sequence[ShardedParameter],
     matrices: Sequence[LogicalMatrix],
-    cost: CostFunction,
-    itemsize: int,
+    method: Method,
     buffer_bytes: int,
-    flops: CostFunction | None = None,
     ranks_per_node: int | None = None,
-    sharing: Sharing | None = None,
 ) -> Plan:
-    """Choose owners and waves.
+    """Choose ranks, schemes and waves.
 
     Args:
         group: Sizes of the exchange group.
         parameters: All parameters with matrices, any order.
         matrices: Their logical matrices, any order; the plan does not depend on it.
-        cost: Estimated time of one (m, n) matrix.
-        itemsize: Bytes of one element on the wire.
+        method: The optimizer.
         buffer_bytes: Bound on a rank's exchange buffers and assembled matrices.
-        flops: Floating-point operations of one (m, n) matrix; ``cost`` by default.
         ranks_per_node: Neighbouring ranks that are on one node; all by default.
-        sharing: How several ranks can share a matrix; None for one owner each. Nothing is shared
-            where the buffers would not fit otherwise.
 
     Raises:
         BufferTooSmallError: Even one matrix per owner and wave needs more than ``buffer_bytes``;
             the sentence names the flag, the largest matrix and the value to type.
     """
+    parameters = tuple(sorted(parameters, key=lambda p: natural_key(p.name)))
+    matrices = tuple(sorted(matrices, key=lambda m: natural_key(m.name)))
+    by_name = {parameter.name: parameter for parameter in parameters}
+    held = [shares(matrix, by_name[matrix.parameter], group) for matrix in matrices]
+    candidates = [
+        Candidate(
+            name=matrix.name,
+            shape=matrix.shape,
+            cost=method.cost(*matrix.shape),
+            flops=method.flops(*matrix.shape),
+            held={share.rank: share.numel for share in theirs},
+        )
+        for matrix, theirs in zip(matrices, held, strict=True)
+    ]
 
-    def plan_with(wanted: Sharing | None, bound: int) -> Plan:
-        found = arrange(
+    def plan_with(splitting: Splitting | None, bound: int) -> Plan:
+        chosen = choose_ranks(
+            candidates,
+            ranks=group.size,
+            ranks_per_node=ranks_per_node or group.size,
+            splitting=splitting,
+            buffer_bytes=bound,
+        )
+        plan = Plan(
             group=group,
             parameters=parameters,
             matrices=matrices,
-            cost=cost,
-            flops=flops,
-            ranks_per_node=ranks_per_node,
-            sharing=wanted,
-            buffer_bytes=bound,
+            schemes=tuple(
+                _scheme(method, splitting, candidate, theirs, ranks)
+                for candidate, theirs, ranks in zip(candidates, held, chosen.ranks, strict=True)
+            ),
+            main=Lane(waves=(), slots=method.slots),
+            split=Lane(waves=(), slots=SPLIT_SLOTS),
+            costs=tuple(candidate.cost for candidate in candidates),
+            flops=tuple(candidate.flops for candidate in candidates),
+            possible=chosen.possible,
+            itemsizes=method.itemsizes,
+            reuses_messages=method.reuses_messages,
+            ranks_per_node=ranks_per_node or group.size,
         )
-        return _plan_of(found, group, itemsize, bound, ranks_per_node, wanted)
+        return _with_main_waves(_with_split_waves(plan, bound), bound, method.min_wave_elements)
 
-    def shared_or_whole(bound: int) -> Plan:
-        if sharing is None or sharing.most_ranks == 1:
+    def split_or_whole(bound: int) -> Plan:
+        if method.splitting is None or method.splitting.most_ranks == 1:
             return plan_with(None, bound)
         try:
-            return plan_with(sharing, bound)
-        except BufferTooSmallError as shared:
+            return plan_with(method.splitting, bound)
+        except BufferTooSmallError as split:
             try:
                 return plan_with(None, bound)
             except BufferTooSmallError as whole:
-                raise min(shared, whole, key=lambda error: error.needed) from None
+                raise min(split, whole, key=lambda error: error.needed) from None
 
-    return planned_within(shared_or_whole, buffer_bytes)
-
-
-def _plan_of(
-    found: Arrangement,
-    group: ExchangeGroup,
-    itemsize: int,
-    buffer_bytes: int,
-    ranks_per_node: int | None,
-    sharing: Sharing | None,
-) -> Plan:
-    plan = Plan(
-        group=group,
-        parameters=found.parameters,
-        matrices=found.matrices,
-        owners=found.owners,
-        waves=(),
-        gathers=found.gathers,
-        scatters=found.scatters,
-        costs=found.costs,
-        itemsize=itemsize,
-        ranks_per_node=ranks_per_node or group.size,
-        flops=found.flops,
-        possible=found.possible,
-    )
-    peaks = [0] * group.size
-    if sharing is not None and len(found.whole) < len(found.matrices):
-        plan = _with_shared(plan, found, sharing)
-        plan, peaks = _with_slots(plan, buffer_bytes)
-
-    def peak_bytes(waves: Sequence[Sequence[int]]) -> int:
-        footprints = wave_footprints(
-            waves, found.matrices, found.owners, found.gathers, found.scatters, group.size
-        )
-        return max(itemsize * wave_peak(footprints, r) + peaks[r] for r in range(group.size))
-
-    return replace(plan, waves=fitting_waves(found, peak_bytes, buffer_bytes))
+    return planned_within(split_or_whole, buffer_bytes)
 
 
-def _with_shared(plan: Plan, found: Arrangement, sharing: Sharing) -> Plan:
-    """The plan with its shared matrices and their waves."""
-    shared = []
-    for index, ranks in enumerate(found.ranks):
-        if len(ranks) == 1:
-            continue
-        m, n = shape = found.matrices[index].shape
-        candidate = Candidate(
-            name=found.matrices[index].name,
-            shape=shape,
-            flops=found.flops[index],
-            cost=found.costs[index],
-            held={},
-        )
-        count = len(ranks)
-        shared.append(
-            SharedMatrix(
-                index=index,
-                shape=shape,
-                ranks=ranks,
-                requests=sharing.requests(m, n),
-                flops=tuple(sharing.flops(m, n, count, number) for number in range(count)),
-                costs=tuple(part_cost(candidate, sharing, count, j) for j in range(count)),
-            )
-        )
-    return replace(
-        plan,
-        shared=tuple(shared),
-        shared_waves=shared_waves(shared),
-        shared_itemsizes=(sharing.itemsize, sharing.scalar_itemsize),
+def _scheme(
+    method: Method,
+    splitting: Splitting | None,
+    candidate: Candidate,
+    held: tuple[Share, ...],
+    ranks: tuple[int, ...],
+) -> Scheme:
+    if len(ranks) == 1 or splitting is None:
+        return method.scheme(candidate.shape, held, ranks[0], (candidate.flops, candidate.cost))
+    (m, n), numbers = candidate.shape, range(len(ranks))
+    return Panels(
+        shape=candidate.shape,
+        shares=held,
+        ranks=ranks,
+        flops=tuple(splitting.flops(m, n, len(ranks), number) for number in numbers),
+        costs=tuple(part_cost(candidate, splitting, len(ranks), number) for number in numbers),
+        requests=splitting.requests(m, n),
     )
 
 
-def _with_slots(plan: Plan, buffer_bytes: int) -> tuple[Plan, list[int]]:
-    """The plan with as many shared waves under way as leave half of the memory; every rank's peak.
+def _with_split_waves(plan: Plan, buffer_bytes: int) -> Plan:
+    """The plan with waves in which no rank has more than one part, as few as first fit needs.
 
-    The other half is for the matrices of one owner each, if there are any.
+    As many of them are under way as leave half of the memory for the matrices of one owner each,
+    if there are any.
     """
-    room = buffer_bytes if len(plan.shared) == len(plan.matrices) else buffer_bytes // 2
-    for slots in range(SHARED_SLOTS, 0, -1):
-        peaks = shared_peaks(
-            plan.shared,
-            plan.traffic_of_shared,
-            plan.shared_waves,
-            plan.itemsizes,
-            plan.group.size,
-            slots,
-        )
-        if max(peaks) <= room:
-            break
-    return replace(plan, shared_slots=slots), peaks
+    waves: list[list[int]] = []
+    busy: list[set[int]] = []
+    for index, scheme in enumerate(plan.schemes):
+        if len(scheme.ranks) == 1:
+            continue
+        ranks = set(scheme.ranks)
+        number = next((n for n, taken in enumerate(busy) if not taken & ranks), len(waves))
+        if number == len(waves):
+            waves.append([])
+            busy.append(set())
+        waves[number].append(index)
+        busy[number] |= ranks
+    if not waves:
+        return plan
+    is_all = sum(map(len, waves)) == len(plan.schemes)
+    room = buffer_bytes if is_all else buffer_bytes // 2
+    plan = replace(plan, split=Lane(waves=tuple(map(tuple, waves)), slots=SPLIT_SLOTS))
+    while plan.split.slots > 1 and max(plan.peak_bytes) > room:
+        plan = replace(plan, split=replace(plan.split, slots=plan.split.slots - 1))
+    return plan
 
 
-def fitting_waves(
-    found: Arrangement,
-    peak_bytes: Callable[[Sequence[Sequence[int]]], int],
-    buffer_bytes: int,
-    *,
-    least: int | None = None,
-) -> tuple[tuple[int, ...], ...]:
-    """The fewest waves (but enough to overlap) whose peak fits the bound on every rank.
-
-    Args:
-        found: Matrices and owners; waves are cut of those that one rank computes.
-        peak_bytes: Bytes alive at once on the rank with the most, for given waves.
-        buffer_bytes: The bound.
-        least: As in ``initial_cap``.
+def _with_main_waves(plan: Plan, buffer_bytes: int, least: int | None) -> Plan:
+    """The plan with the fewest waves (but enough to overlap) whose peak fits on every rank.
 
     Raises:
-        BufferTooSmallError: Even one matrix per owner and wave needs more.
+        BufferTooSmallError: As ``make_plan``.
     """
-    if not found.matrices:
-        return ()
-    whole = found.whole
-    numels = [found.matrices[index].numel for index in whole]
-    owners = [found.ranks[index][0] for index in whole]
+    if not plan.matrices:
+        return plan
+    whole = [index for index, scheme in enumerate(plan.schemes) if len(scheme.ranks) == 1]
+    numels = [plan.matrices[index].numel for index in whole]
+    owners = [plan.owners[index] for index in whole]
     cap = initial_cap(owners=owners, numels=numels, least=least)
     smallest: int | None = None
     while True:
         cut = cut_by_owner(owners=owners, numels=numels, cap=cap)
         waves = tuple(tuple(whole[position] for position in wave) for wave in cut)
-        peak = peak_bytes(waves)
+        plan = replace(plan, main=replace(plan.main, waves=waves))
+        peak = max(plan.peak_bytes)
         if peak <= buffer_bytes:
-            return waves
+            return plan
         smallest = peak if smallest is None else min(smallest, peak)
         if cap <= min(numels, default=cap):
-            raise BufferTooSmallError(max(found.matrices, key=lambda m: m.numel), smallest)
+            raise BufferTooSmallError(max(plan.matrices, key=lambda m: m.numel), smallest)
         cap = cap * 3 // 4
+
+
+def cut_by_owner(
+    *, owners: Sequence[int], numels: Sequence[int], cap: int
+) -> tuple[tuple[int, ...], ...]:
+    """Deal every owner's matrices, in order, to waves of at most ``cap`` elements per owner.
+
+    A matrix larger than ``cap`` has an owner's part of a wave to itself.
+
+    Args:
+        owners: Owner of each matrix, in the order in which the next forward needs them.
+        numels: Elements of each matrix.
+        cap: Elements per owner and wave.
+
+    Returns:
+        For each wave the indices of its matrices, ascending.
+    """
+    wave_of: dict[int, int] = defaultdict(int)
+    filled: dict[int, int] = defaultdict(int)
+    waves: list[list[int]] = []
+    for index, (owner, numel) in enumerate(zip(owners, numels, strict=True)):
+        if filled[owner] and filled[owner] + numel > cap:
+            wave_of[owner] += 1
+            filled[owner] = 0
+        filled[owner] += numel
+        while len(waves) <= wave_of[owner]:
+            waves.append([])
+        waves[wave_of[owner]].append(index)
+    return tuple(map(tuple, waves))
+
+
+def initial_cap(*, owners: Sequence[int], numels: Sequence[int], least: int | None = None) -> int:
+    """Elements per owner and wave when memory is no concern; at least MIN_WAVE_ELEMENTS if None."""
+    owned: dict[int, int] = defaultdict(int)
+    for owner, numel in zip(owners, numels, strict=True):
+        owned[owner] += numel
+    busiest = max(owned.values(), default=0)
+    return max(-(-busiest // TARGET_WAVES), MIN_WAVE_ELEMENTS if least is None else least)

@@ -1,63 +1,125 @@
-"""One rank's part of one wave: which elements it packs, receives, assembles and applies."""
+"""One rank's part of one wave, derived from the plan: what it sends, receives, computes, applies.
+
+Both ends of a message derive the same order (by partner, matrix, position in the shard), so nothing
+about it has to be communicated.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from megatron_muon.placement.plan import Plan
-from megatron_muon.placement.segments import Segment, rectangles
+from megatron_muon.placement.regions import Piece, Region, Share, merged
+from megatron_muon.placement.schemes import SOURCE, UPDATE, Round, Scheme
+
+Slot = tuple[int, int]
+"""(first element, number of elements) in a message buffer."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A run of this rank's flat range of one parameter, and its place in a message buffer.
+class Message:
+    """One all-to-all-v as one rank sees it.
+
+    Attributes:
+        sent_counts: Elements for every rank.
+        received_counts: Elements from every rank.
+        sent: (matrix, partner) to the slot in the sent buffer.
+        received: (matrix, partner) to the slot in the received buffer.
+    """
+
+    sent_counts: tuple[int, ...]
+    received_counts: tuple[int, ...]
+    sent: Mapping[tuple[int, int], Slot]
+    received: Mapping[tuple[int, int], Slot]
+
+    @property
+    def is_empty(self) -> bool:
+        """True where the rank sends and receives nothing."""
+        return not self.sent and not self.received
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlatPiece:
+    """Elements of one of this rank's flat ranges, and their place in a message.
 
     Attributes:
         parameter: Index into ``Plan.parameters``.
         start: First element, counted from the start of this rank's range.
-        numel: Number of elements.
-        offset: First element in the buffer.
-        rows: Number of runs of equal length that it is made of, one ``stride`` after another;
-            contiguous in the buffer.
-        stride: Elements from the start of one of these runs to that of the next, if several.
+        rows: Number of intervals of equal length, ``stride`` apart; contiguous in the message.
+        cols: Elements of each of them.
+        stride: Elements from the start of one to that of the next, if there are several.
+        offset: First element in the message.
     """
 
     parameter: int
     start: int
-    numel: int
+    rows: int
+    cols: int
+    stride: int
     offset: int
-    rows: int = 1
-    stride: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.rows * self.cols
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """A rectangle of an owned matrix, and its place in a message buffer.
+    """A region of a matrix (or panel) that this rank computes, and its place in a message.
 
     Attributes:
-        batch: Index into ``WaveProgram.batches``.
-        position: Index of the matrix in its batch.
-        row: First row.
-        rows: Number of rows.
-        col: First column.
-        cols: Number of columns.
-        offset: First element in the buffer.
+        matrix: Index into ``Plan.matrices``.
+        region: Rows and columns, counted in the matrix or panel.
+        offset: First element in the message.
     """
 
-    batch: int
-    position: int
-    row: int
-    rows: int
-    col: int
-    cols: int
+    matrix: int
+    region: Region
     offset: int
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldMatrix:
+    """A matrix that this rank holds a share of.
+
+    Attributes:
+        index: Index into ``Plan.matrices``.
+        parameter: Index into ``Plan.parameters``.
+        range_start: First element of this rank's range in its shard; pieces count from the shard.
+        share: What this rank holds.
+        scheme: How the matrix is communicated.
+    """
+
+    index: int
+    parameter: int
+    range_start: int
+    share: Share
+    scheme: Scheme
+
+    def pieces(self, slot: Slot, region: Region | None = None) -> Iterator[FlatPiece]:
+        """The elements of the share (inside a region), in a slot of a message."""
+        placed: list[tuple[Piece, int]] = []
+        offset = slot[0]
+        for piece in self.share.pieces(region):
+            placed.append((piece, offset))
+            offset += piece.numel
+        for start, rows, cols, stride, first in merged(placed):
+            yield FlatPiece(
+                parameter=self.parameter,
+                start=start - self.range_start,
+                rows=rows,
+                cols=cols,
+                stride=stride,
+                offset=first,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Owned matrices of one shape, orthogonalized together.
+    """Matrices of one shape that this rank assembles and computes together.
 
     Attributes:
         shape: (m, n).
@@ -69,132 +131,143 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Message:
-    """One direction of an all-to-all-v as one rank sees it.
-
-    Attributes:
-        sent_counts: Elements for every rank.
-        received_counts: Elements from every rank.
-    """
-
-    sent_counts: tuple[int, ...]
-    received_counts: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class WaveProgram:
     """What one rank does in one wave.
 
     Attributes:
-        batches: The matrices it owns, by shape.
-        out: Counts of the message to the owners.
-        packed: Pieces that it packs into that message.
-        assembled: Where the received elements go in its matrices.
-        back: Counts of the message from the owners.
-        returned: Where the elements of that message come from in its matrices.
-        applied: Pieces that it applies the received update to.
+        held: Matrices that it holds a share of.
+        batches: Matrices that it assembles and computes alone, by shape.
+        factored: Matrices whose factors it computes from products that it receives.
+        part: Index of the matrix that it computes a panel of, None without one.
+        messages: What it sends and receives; the same rounds on every rank, ascending.
+        packed: Elements that it packs into SOURCE.
+        assembled: Where the elements of SOURCE belong in what it computes.
+        returned: Where the elements of UPDATE are in what it computed.
+        applied: Elements of its ranges that UPDATE has elements for.
     """
 
+    held: tuple[HeldMatrix, ...]
     batches: tuple[Batch, ...]
-    out: Message
-    packed: tuple[Piece, ...]
+    factored: tuple[int, ...]
+    part: int | None
+    messages: Mapping[Round, Message]
+    packed: tuple[FlatPiece, ...]
     assembled: tuple[Patch, ...]
-    back: Message
     returned: tuple[Patch, ...]
-    applied: tuple[Piece, ...]
+    applied: tuple[FlatPiece, ...]
 
 
-def compile_wave(plan: Plan, wave: Iterable[int], rank: int) -> WaveProgram:
-    """Derive one rank's program from the plan.
+def compile_wave(plan: Plan, wave: Sequence[int], rank: int) -> WaveProgram:
+    """Derive one rank's program of a wave.
 
-    Both ends of a message derive the same order: by partner, then matrix, then position in the
-    shard; so nothing about it has to be communicated.
+    Args:
+        plan: The plan.
+        wave: Indices of the matrices.
+        rank: Rank in the exchange group.
     """
-    wave = tuple(wave)
-    owned = [index for index in wave if plan.owners[index] == rank]
-    shapes = sorted({plan.matrices[index].shape for index in owned})
-    batches = tuple(
-        Batch(
-            shape=shape,
-            matrices=tuple(i for i in owned if plan.matrices[i].shape == shape),
-        )
-        for shape in shapes
-    )
-    place = {
-        index: (number, position)
-        for number, batch in enumerate(batches)
-        for position, index in enumerate(batch.matrices)
-    }
-    held_out, out_counts = _held(plan, wave, rank, plan.gathers)
-    assembled, in_counts = _owned(plan, owned, place, plan.gathers)
-    returned, return_counts = _owned(plan, owned, place, plan.scatters)
-    applied, applied_counts = _held(plan, wave, rank, plan.scatters)
-    return WaveProgram(
-        batches=batches,
-        out=Message(sent_counts=out_counts, received_counts=in_counts),
-        packed=held_out,
-        assembled=assembled,
-        back=Message(sent_counts=return_counts, received_counts=applied_counts),
-        returned=returned,
-        applied=applied,
-    )
-
-
-def _held(
-    plan: Plan, wave: tuple[int, ...], rank: int, runs: tuple[tuple[Segment, ...], ...]
-) -> tuple[tuple[Piece, ...], tuple[int, ...]]:
-    """The pieces that this rank holds, ordered by owner, and the elements for each owner."""
     number = {parameter.name: i for i, parameter in enumerate(plan.parameters)}
     dp_rank = rank // plan.group.tp
-    pieces: list[Piece] = []
-    counts = [0] * plan.group.size
-    offset = 0
-    for index in sorted(wave, key=lambda i: (plan.owners[i], i)):
+    held = []
+    for index in wave:
         parameter = number[plan.matrices[index].parameter]
-        range_start = plan.parameters[parameter].ranges[dp_rank][0]
-        for segment in runs[index]:
-            if segment.rank != rank:
-                continue
-            pieces.append(
-                Piece(
-                    parameter=parameter,
-                    start=segment.start - range_start,
-                    numel=segment.numel,
-                    offset=offset,
-                )
+        held += [
+            HeldMatrix(
+                index=index,
+                parameter=parameter,
+                range_start=plan.parameters[parameter].ranges[dp_rank][0],
+                share=share,
+                scheme=plan.schemes[index],
             )
-            counts[plan.owners[index]] += segment.numel
-            offset += segment.numel
-    return tuple(pieces), tuple(counts)
+            for share in plan.schemes[index].shares
+            if share.rank == rank
+        ]
+    by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
+    factored, part = [], None
+    for index in wave:
+        scheme = plan.schemes[index]
+        if rank not in scheme.ranks:
+            continue
+        if len(scheme.ranks) > 1:
+            part = index
+        elif scheme.sends_elements(SOURCE):
+            by_shape[plan.matrices[index].shape].append(index)
+        else:
+            factored.append(index)
+    rounds = sorted({where for index in wave for where in plan.schemes[index].messages})
+    messages = {where: _message(plan, wave, rank, where) for where in rounds}
+    source, update = messages[SOURCE], messages[UPDATE]
+    return WaveProgram(
+        held=tuple(held),
+        batches=tuple(
+            Batch(shape=shape, matrices=tuple(by_shape[shape])) for shape in sorted(by_shape)
+        ),
+        factored=tuple(factored),
+        part=part,
+        messages=messages,
+        packed=tuple(_elements_held(held, SOURCE, source.sent)),
+        assembled=tuple(_elements_computed(plan, rank, SOURCE, source.received)),
+        returned=tuple(_elements_computed(plan, rank, UPDATE, update.sent)),
+        applied=tuple(_elements_held(held, UPDATE, update.received)),
+    )
 
 
-def _owned(
-    plan: Plan,
-    owned: list[int],
-    place: dict[int, tuple[int, int]],
-    runs: tuple[tuple[Segment, ...], ...],
-) -> tuple[tuple[Patch, ...], tuple[int, ...]]:
-    """The patches of the owned matrices, ordered by holder, and the elements of each holder."""
-    counts = [0] * plan.group.size
-    for index in owned:
-        for segment in runs[index]:
-            counts[segment.rank] += segment.numel
-    offsets = [0, *accumulate(counts)][: plan.group.size]
-    patches: list[Patch] = []
-    for index in owned:
-        batch, position = place[index]
-        for segment in runs[index]:
-            patches.extend(
-                Patch(
-                    batch=batch,
-                    position=position,
-                    row=rectangle.row,
-                    rows=rectangle.rows,
-                    col=rectangle.col,
-                    cols=rectangle.cols,
-                    offset=offsets[segment.rank] + rectangle.offset,
-                )
-                for rectangle in rectangles(segment)
+def _message(plan: Plan, wave: Sequence[int], rank: int, where: Round) -> Message:
+    outgoing, incoming = [], []
+    for index in wave:
+        for source, target, elements in plan.schemes[index].messages.get(where, ()):
+            if elements and source == rank:
+                outgoing.append((target, index, elements))
+            if elements and target == rank:
+                incoming.append((source, index, elements))
+    sent, sent_counts = _slots(outgoing, plan.group.size)
+    received, received_counts = _slots(incoming, plan.group.size)
+    return Message(
+        sent_counts=sent_counts, received_counts=received_counts, sent=sent, received=received
+    )
+
+
+def _slots(
+    entries: list[tuple[int, int, int]], size: int
+) -> tuple[dict[tuple[int, int], Slot], tuple[int, ...]]:
+    """Places of (partner, matrix, elements) in a buffer, and the elements of each partner."""
+    counts = [0] * size
+    slots: dict[tuple[int, int], Slot] = {}
+    offset = 0
+    for partner, index, elements in sorted(entries):
+        slots[index, partner] = (offset, elements)
+        counts[partner] += elements
+        offset += elements
+    return slots, tuple(counts)
+
+
+def _elements_held(
+    held: Sequence[HeldMatrix], where: Round, slots: Mapping[tuple[int, int], Slot]
+) -> Iterator[FlatPiece]:
+    """This rank's elements of every slot, in the order of the message."""
+    by_index = {entry.index: entry for entry in held}
+    for (index, partner), slot in slots.items():
+        scheme = by_index[index].scheme
+        if scheme.sends_elements(where):
+            region = scheme.region(scheme.ranks.index(partner))
+            yield from by_index[index].pieces(slot, region)
+
+
+def _elements_computed(
+    plan: Plan, rank: int, where: Round, slots: Mapping[tuple[int, int], Slot]
+) -> Iterator[Patch]:
+    """Regions of the matrices and panels that this rank computes, for every slot."""
+    for (index, partner), (offset, _) in slots.items():
+        scheme = plan.schemes[index]
+        if not scheme.sends_elements(where):
+            continue
+        whole = scheme.region(scheme.ranks.index(rank))
+        (share,) = (share for share in scheme.shares if share.rank == partner)
+        for piece in share.pieces(whole):
+            region = Region(
+                row=piece.row - whole.row,
+                rows=piece.rows,
+                col=piece.col - whole.col,
+                cols=piece.cols,
             )
-            offsets[segment.rank] += segment.numel
-    return tuple(patches), tuple(counts)
+            yield Patch(matrix=index, region=region, offset=offset)
+            offset += piece.numel

@@ -113,7 +113,7 @@ def poison(chunks: list[Any], optimizer: Any) -> None:
 
 def right_factors(child: Any) -> dict[str, torch.Tensor]:
     """V of the matrices that this rank owns."""
-    return {} if child.exchange is None else child.exchange.right_factors
+    return {} if child.exchange is None else child.exchange.owned_state
 
 
 def _held(chunks: list[Any], optimizer: Any) -> Iterator[tuple[Any, str, Any, Any, Any]]:
@@ -250,7 +250,7 @@ def train_between(
         "right_factors": {
             name: factor.float().numpy().tobytes()
             for child in optimizer.chained_optimizers
-            for name, factor in child.exchange.right_factors.items()
+            for name, factor in child.exchange.owned_state.items()
         },
         "groups": [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups],
     }

@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_muon.exchange import Exchange, check_agreement
-from megatron_muon.linalg import coefficient_schedule
+from megatron_muon.linalg import Workspace, coefficient_schedule
 from megatron_muon.matrices import (
     WHOLE,
     Packing,
@@ -25,7 +25,7 @@ from megatron_muon.matrices import (
     data_parallel_ranges,
     logical_matrices,
 )
-from megatron_muon.optim import MatrixRange, MuonRule, muon_step
+from megatron_muon.optim import MatrixRange, MuonRule
 from megatron_muon.placement import ExchangeGroup, Plan, make_plan
 from tests.distributed.late_delivery import LateDelivery
 from tests.reference.muon import qkv_parts
@@ -250,18 +250,20 @@ def plan_of(setting: Setting, entries: list[Whole]) -> Plan:
     """The plan of a setting."""
     parameters = sharded_parameters(entries, tp=setting.tp, dp=setting.dp, bucket=setting.bucket)
     rule, device = rule_of(setting), torch.device("cpu")
-    shares = setting.most_ranks > 1
+    splits = setting.most_ranks > 1
     return make_plan(
         group=ExchangeGroup(tp=setting.tp, dp=setting.dp),
         parameters=parameters,
         matrices=[m for p in parameters for m in logical_matrices(p, split=setting.split)],
-        cost=lambda m, n: rule.cost(m, n, device) if shares else 5 * min(m, n) * m * n,
-        itemsize=setting.dtype.itemsize,
+        method=rule.method(
+            device,
+            cost=None if splits else lambda m, n: 5 * min(m, n) * m * n,
+            splitting=rule.splitting(setting.most_ranks, device, min_flops=0, flops_per_byte=0)
+            if splits
+            else None,
+        ),
         buffer_bytes=int(setting.buffer_mb * 2**20),
         ranks_per_node=setting.ranks_per_node,
-        sharing=rule.sharing(setting.most_ranks, device, min_flops=0, flops_per_byte=0)
-        if shares
-        else None,
     )
 
 
@@ -297,11 +299,10 @@ def run_rank(
         plan,
         rank=rank,
         transport=LateDelivery(dist.group.WORLD),
-        dtype=setting.dtype,
+        dtypes=rule.dtypes,
         device=torch.device("cpu"),
-        squares_dtype=rule.compute_dtype,
-        scalars_dtype=rule.scalars_dtype,
     )
+    workspace = Workspace()
 
     def mine(name: str, whole: torch.Tensor, owned: tuple[int, int]) -> torch.Tensor:
         return shard(by_name[name], whole, setting.tp, tp_rank)[owned[0] : owned[1]].clone()
@@ -330,7 +331,7 @@ def run_rank(
                 owned_range.grad = mine(parameter.name, whole, parameter.ranges[dp_rank])
         counter = FlopCounterMode(display=False)
         with counter if count_flops else nullcontext():
-            muon_step(rule, state, exchange)
+            rule.step(state, exchange, {}, workspace)
         flops.append(counter.get_total_flops())
         counters.append(exchange.counters)
     return {

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from megatron_muon.exchange import FactorExchange, check_agreement
-from megatron_muon.linalg import dion_flops
+from megatron_muon.exchange import Exchange, check_agreement
+from megatron_muon.linalg import Workspace
 from megatron_muon.matrices import logical_matrices
-from megatron_muon.optim import MatrixRange, OrthDionRule, first_right_factors, orth_dion_step
-from megatron_muon.placement import ExchangeGroup, FactorPlan, SchemeChoice, make_factor_plan
+from megatron_muon.optim import MatrixRange, OrthDionRule
+from megatron_muon.placement import ExchangeGroup, Plan, make_plan
+from megatron_muon.placement.schemes import FactorChoice
 from tests.distributed.late_delivery import LateDelivery
 from tests.distributed.prescribed import (
     Setting,
@@ -32,7 +33,7 @@ class DionSetting(Setting):
     rank_fraction: float = 0.25
     rank_multiple_of: int = 1
     right_factor: str = "qr"
-    scheme: SchemeChoice = "auto"
+    scheme: FactorChoice = "auto"
     lr: float = 0.02
     momentum: float = 0.95
     rank_compensation: bool = False
@@ -52,19 +53,16 @@ def rule_of(setting: DionSetting) -> OrthDionRule:
     )
 
 
-def factor_plan_of(setting: DionSetting, entries: list[Whole]) -> FactorPlan:
+def factor_plan_of(setting: DionSetting, entries: list[Whole]) -> Plan:
     """The plan of a setting."""
     rule = rule_of(setting)
     parameters = sharded_parameters(entries, tp=setting.tp, dp=setting.dp, bucket=setting.bucket)
-    return make_factor_plan(
+    return make_plan(
         group=ExchangeGroup(tp=setting.tp, dp=setting.dp),
         parameters=parameters,
         matrices=[m for p in parameters for m in logical_matrices(p, split=setting.split)],
-        rank=rule.rank,
-        cost=lambda m, n: dion_flops(m, n, rule.rank(m, n)),
-        itemsize=setting.dtype.itemsize,
+        method=rule.method(setting.scheme, itemsize=setting.dtype.itemsize),
         buffer_bytes=int(setting.buffer_mb * 2**20),
-        scheme=setting.scheme,
     )
 
 
@@ -82,11 +80,11 @@ def run_dion_rank(
     tp_rank, dp_rank = rank % setting.tp, rank // setting.tp
     device = torch.device("cpu")
     check_agreement(digest=plan.digest, expected_rank=rank, group=dist.group.WORLD, device=device)
-    exchange = FactorExchange(
+    exchange = Exchange(
         plan,
         rank=rank,
         transport=LateDelivery(dist.group.WORLD),
-        dtype=setting.dtype,
+        dtypes=dict.fromkeys(plan.itemsizes, setting.dtype),
         device=device,
     )
 
@@ -105,14 +103,14 @@ def run_dion_rank(
                 lr=setting.lr,
                 weight_decay=setting.weight_decay,
             )
-    factors = first_right_factors(plan, rank, dtype=setting.dtype, device=device)
+    factors = rule.first_state(plan, rank, device)
     counters = []
     for step in range(setting.steps):
         for parameter in plan.parameters:
             if parameter.name in state:
                 whole = gradient_of(by_name[parameter.name], step, setting.dtype)
                 state[parameter.name].grad = mine(parameter.name, whole, parameter.ranges[dp_rank])
-        orth_dion_step(rule, [state.get(p.name) for p in plan.parameters], exchange, factors)
+        rule.step([state.get(p.name) for p in plan.parameters], exchange, factors, Workspace())
         counters.append(exchange.counters)
     return {
         "masters": {name: r.master for name, r in state.items()},

@@ -241,7 +241,7 @@ def _copied(rank: int, run: Run) -> list[str]:
     }
     for child in optimizer.chained_optimizers:
         if child.exchange is not None:
-            factors = child.exchange.right_factors.values()
+            factors = child.exchange.owned_state.values()
             held |= {factor.untyped_storage().data_ptr() for factor in factors}
     tensors = list(_sharded_tensors(stored["param_state"]))
     assert tensors

@@ -11,7 +11,7 @@ import torch
 from megatron_muon.linalg.orthonormal import RightFactor
 from megatron_muon.matrices import logical_matrices
 from megatron_muon.optim.dion_rule import seeded_right_factor
-from megatron_muon.placement.factor_program import compile_factor_wave
+from megatron_muon.placement.program import compile_wave
 from tests.distributed.prescribed import (
     Whole,
     assemble,
@@ -138,9 +138,9 @@ def test_bytes_messages_and_peaks_are_those_of_the_plan(
     mb = 0.06
     setting = DionSetting(tp=tp, dp=dp, dtype=torch.float32, steps=2, scheme=scheme, buffer_mb=mb)
     plan = factor_plan_of(setting, model())
-    assert len(plan.waves) > 2
+    assert len(plan.main.waves) > 2
     results = ranks(tp * dp, run_dion_rank, setting, model())
-    rounds = sum(len(compile_factor_wave(plan, wave, 0).rounds) for wave in plan.waves)
+    rounds = sum(len(compile_wave(plan, wave, 0).messages) for wave in plan.main.waves)
     for result, load in zip(results, plan.loads, strict=True):
         for counters in result["counters"]:
             assert counters.sent_bytes == load.sent_bytes

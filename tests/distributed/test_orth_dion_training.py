@@ -155,7 +155,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(ranks: Ranks) -
 
 def _everything(chunk: Any, optimizer: Any) -> Any:
     factors = [
-        {n: f.clone().numpy().tobytes() for n, f in c.exchange.right_factors.items()}
+        {n: f.clone().numpy().tobytes() for n, f in c.exchange.owned_state.items()}
         for c in optimizer.chained_optimizers
     ]
     return state_bytes(optimizer), replica_hashes([chunk]), factors

@@ -104,7 +104,7 @@ def test_many_waves_within_the_buffer(ranks: Ranks) -> None:
     """A buffer that holds few matrices makes many waves; the result is the same."""
     setting = Setting(tp=2, dp=2, dtype=torch.float64, layers=4, buffer_mb=0.06, steps=4)
     entries = model(4)
-    assert len(plan_of(setting, entries).waves) >= 4
+    assert len(plan_of(setting, entries).main.waves) >= 4
     assert errors(ranks, setting, entries) < 1e-10
 
 
@@ -189,7 +189,8 @@ class TestAWrongVariantFails:
 
         def forgets_the_last_wave(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            self._programs = self._programs[:-1]
+            main = self._lanes[0]
+            main.programs = main.programs[:-1]
 
         assert errors(ranks, setting, entries) < 1e-10
         monkeypatch.setattr(runner.Exchange, "__init__", forgets_the_last_wave)

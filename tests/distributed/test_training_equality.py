@@ -49,7 +49,7 @@ def test_every_update_equals_the_reference(
 ) -> None:
     if demanding:
         # Eight ranks hold too little each for a bound on memory to cut it.
-        monkeypatch.setattr("megatron_muon.placement.waves.MIN_WAVE_ELEMENTS", 1)
+        monkeypatch.setattr("megatron_muon.placement.planning.MIN_WAVE_ELEMENTS", 1)
     run = variant(tp, dp, demanding=demanding)
     results = ranks(run.world_size, train, run)
     found = errors_against_reference(run, results[0], QUINTIC)
@@ -227,7 +227,8 @@ class TestAWrongVariantFails:
 
         def forgets_the_last_wave(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            self._programs = self._programs[:-1]
+            main = self._lanes[0]
+            main.programs = main.programs[:-1]
 
         run = dataclasses.replace(self.run, config=SEVERAL_WAVES)
         assert self.error(ranks, run) < 1e-5

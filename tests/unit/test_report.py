@@ -87,7 +87,7 @@ def _report(
     summary = summarize(
         settings,
         plan,
-        MuonRule(**(values | rule)),
+        MuonRule(coefficient_type="quintic", **(values | rule)),
         [*routed, *extra],
         domain="dense",
         buffers=[BUFFER, BUFFER],

@@ -6,12 +6,11 @@ and leaves garbage in a received buffer until then; like a network, and unlike g
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.exchange import Exchange, ExchangeCounters
+from megatron_muon.exchange import Exchange, ExchangeCounters, Flight, Mailbox, WaveFunction
 from megatron_muon.placement import Plan
-from megatron_muon.placement.program import Piece, compile_wave
-from megatron_muon.placement.waves import cut_by_owner
+from megatron_muon.placement.program import FlatPiece, compile_wave
+from megatron_muon.placement.schemes import SOURCE, UPDATE
 from tests.distributed.prescribed import Whole
 from tests.unit.placement.stages import (
     Stage,
@@ -31,6 +30,7 @@ from tests.unit.placement.stages import (
     stage_of,
     stored,
     whole_matrices,
+    with_waves,
 )
 
 LAYOUTS = [(2, 1), (1, 3), (2, 2), (4, 2), (1, 7)]
@@ -171,10 +171,35 @@ class _Result:
 
 def _plan(stage: Stage) -> Plan:
     """Several waves, in some of which an owner has several matrices."""
-    plan = stage.plan(itemsize=8)
-    numels = [m.numel for m in plan.matrices]
-    waves = cut_by_owner(owners=plan.owners, numels=numels, cap=CAP)
-    return dataclasses.replace(plan, waves=waves)
+    return with_waves(stage.plan(itemsize=8), CAP)
+
+
+def _wave_of(pack: Any, compute: Any, apply: Any) -> WaveFunction:
+    """A rule of three callbacks: per wave, per wave and shape, per wave."""
+
+    def wave(mail: Mailbox) -> Iterator[Flight]:
+        pack(*mail.packed())
+        yield from mail.exchange(SOURCE)
+        for batch, matrices in mail.assemble():
+            mail.give_back(dict(zip(batch.matrices, compute(matrices), strict=True)))
+        yield from mail.exchange(UPDATE)
+        apply(*mail.applied())
+
+    return wave
+
+
+def _nothing(*_: Any) -> None:
+    """What a rule may do with its pieces."""
+
+
+def _dtypes(dtype: torch.dtype = torch.float64) -> dict[str, torch.dtype]:
+    return dict.fromkeys(("source", "update", "scalars", "squares"), dtype)
+
+
+def _memory(exchange: Exchange) -> list[torch.Tensor]:
+    """Every block that the exchange has allocated."""
+    arenas = exchange._lanes[0].arenas
+    return [arena._block for arena in (arenas.computed, *arenas.slots)]
 
 
 def _run(
@@ -198,7 +223,7 @@ def _run(
             plan,
             rank=rank,
             transport=_Transport(mailbox, rank),
-            dtype=torch.float64,
+            dtypes=_dtypes(),
             device=torch.device("cpu"),
             small_side_first=small_side_first,
         )
@@ -217,13 +242,13 @@ def _run(
             mailbox.stir()
             observe(mailbox, rank, what, number)
 
-        def at(pieces: Sequence[Piece], parts: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        def at(pieces: Sequence[FlatPiece], parts: dict[str, torch.Tensor]) -> list[torch.Tensor]:
             return [
                 parts[plan.parameters[p.parameter].name][p.start : p.start + p.numel]
                 for p in pieces
             ]
 
-        def pack(pieces: Sequence[Piece], views: Sequence[torch.Tensor]) -> None:
+        def pack(pieces: Sequence[FlatPiece], views: Sequence[torch.Tensor]) -> None:
             note("pack")
             for view, values in zip(views, at(pieces, own[rank]), strict=True):
                 view.copy_(values)
@@ -241,13 +266,13 @@ def _run(
             outs = set(_out_numbers(plan))
             return max(n for what, n in mailbox.events[rank] if what == "wait" and n in outs)
 
-        def apply(pieces: Sequence[Piece], views: Sequence[torch.Tensor]) -> None:
+        def apply(pieces: Sequence[FlatPiece], views: Sequence[torch.Tensor]) -> None:
             note("apply")
             for view, target in zip(views, at(pieces, updates[rank]), strict=True):
                 target += view
 
         for _ in range(steps):
-            exchanges[rank].run(pack=pack, compute=compute, apply=apply)
+            exchanges[rank].run(_wave_of(pack, compute, apply))
 
     with ThreadPoolExecutor(size) as pool:
         for future in [pool.submit(body, rank) for rank in range(size)]:
@@ -262,7 +287,7 @@ def _run(
 
 def _schedule(plan: Plan) -> list[tuple[str, int]]:
     """The messages in the order that every rank starts them: out 0, then out k+1 and back k."""
-    waves = len(plan.waves)
+    waves = len(plan.main.waves)
     order = [("out", 0)] if waves else []
     for k in range(waves):
         order += [("out", k + 1), ("back", k)] if k + 1 < waves else [("back", k)]
@@ -285,8 +310,8 @@ def test_every_holder_gets_the_update_of_the_whole_matrix(
 ) -> None:
     stage = _stage(tp, dp)
     plan = _plan(stage)
-    assert len(plan.waves) > 2
-    shares = [Counter(plan.owners[i] for i in wave) for wave in plan.waves]
+    assert len(plan.main.waves) > 2
+    shares = [Counter(plan.owners[i] for i in wave) for wave in plan.main.waves]
     assert max(max(share.values()) for share in shares) > 1
     result = _run(stage, plan, seed=seed, in_place=in_place)
     expected = {
@@ -309,7 +334,7 @@ def test_every_message_is_waited_for_once_and_all_have_been(tp: int, dp: int) ->
     stage = _stage(tp, dp)
     plan = _plan(stage)
     result = _run(stage, plan, steps=2)
-    assert len(result.mailbox.posts) == 2 * 2 * len(plan.waves)
+    assert len(result.mailbox.posts) == 2 * 2 * len(plan.main.waves)
     assert all(post and post.waits == 1 for posts in result.mailbox.posts for post in posts)
 
 
@@ -319,9 +344,9 @@ def test_every_rank_starts_the_same_messages_in_the_same_order(tp: int, dp: int)
     plan = _plan(stage)
     mailbox = _run(stage, plan).mailbox
     for rank in range(stage.group.size):
-        programs = [compile_wave(plan, wave, rank) for wave in plan.waves]
+        programs = [compile_wave(plan, wave, rank) for wave in plan.main.waves]
         counts = [
-            programs[k].out.sent_counts if way == "out" else programs[k].back.sent_counts
+            programs[k].messages[SOURCE if way == "out" else UPDATE].sent_counts
             for way, k in _schedule(plan)
         ]
         posts = [posts[rank] for posts in mailbox.posts]
@@ -342,7 +367,7 @@ def test_two_waves_are_on_their_way_while_one_is_computed(tp: int, dp: int) -> N
         events = mailbox.events[rank]
         started = {schedule[n] for name, n in events if name == "start"}
         waited = {schedule[n] for name, n in events if name == "wait"}
-        following = {("out", wave + 1)} if wave + 1 < len(plan.waves) else set()
+        following = {("out", wave + 1)} if wave + 1 < len(plan.main.waves) else set()
         previous = {("back", wave - 1)} if wave else set()
         assert started - waited == following | previous
         assert waited == {("out", k) for k in range(wave + 1)} | {
@@ -352,7 +377,7 @@ def test_two_waves_are_on_their_way_while_one_is_computed(tp: int, dp: int) -> N
 
     _run(stage, plan, observe=observe)
     assert {rank for rank, _ in seen} == set(plan.owners)
-    assert {wave for _, wave in seen} == set(range(len(plan.waves)))
+    assert {wave for _, wave in seen} == set(range(len(plan.main.waves)))
 
 
 @EVERY_LAYOUT
@@ -363,7 +388,7 @@ def test_the_next_wave_has_left_before_this_one_is_waited_for(tp: int, dp: int) 
     schedule = _schedule(plan)
     for events in _run(stage, plan).mailbox.events:
         at = {(name, *schedule[n]): i for i, (name, n) in enumerate(events) if name in _MESSAGES}
-        for k in range(1, len(plan.waves)):
+        for k in range(1, len(plan.main.waves)):
             assert at["start", "out", k] < at["wait", "out", k - 1]
             assert at["start", "back", k] < at["wait", "back", k - 1] < at["wait", "back", k]
 
@@ -376,7 +401,7 @@ def test_callbacks_come_once_a_wave_and_in_order(tp: int, dp: int) -> None:
     """Also on ranks that hold nothing."""
     stage = _stage(tp, dp)
     plan = _plan(stage)
-    waves = list(range(len(plan.waves)))
+    waves = list(range(len(plan.main.waves)))
     for events in _run(stage, plan).mailbox.events:
         for what in ("pack", "apply"):
             assert [number for name, number in events if name == what] == waves
@@ -390,14 +415,16 @@ def test_counters_are_the_prediction_and_start_anew_each_run(tp: int, dp: int) -
         result = _run(stage, plan, steps=steps)
         for rank, (counters, load) in enumerate(zip(result.counters, plan.loads, strict=True)):
             posts = [
-                p for posts in result.mailbox.posts[-2 * len(plan.waves) :] if (p := posts[rank])
+                p
+                for posts in result.mailbox.posts[-2 * len(plan.main.waves) :]
+                if (p := posts[rank])
             ]
             crossing = sum(n for p in posts for r, n in enumerate(p.sent_counts) if r != rank)
             assert counters.sent_bytes == load.sent_bytes == 8 * crossing
             crossing = sum(n for p in posts for r, n in enumerate(p.received_counts) if r != rank)
             assert counters.received_bytes == load.received_bytes == 8 * crossing
             assert counters.matrices == load.matrices
-            assert counters.messages == 2 * len(plan.waves)
+            assert counters.messages == 2 * len(plan.main.waves)
             assert counters.peak_buffer_bytes == load.peak_buffer_bytes
         assert sum(c.matrices for c in result.counters) == len(plan.matrices)
 
@@ -411,8 +438,7 @@ def test_buffers_are_those_counted_and_stay_from_step_to_step(tp: int, dp: int) 
 
     def observe(mailbox: _Mailbox, rank: int, what: str, wave: int) -> None:
         exchange = mailbox.exchanges[rank]
-        assert exchange._memory is not None
-        memory = [exchange._memory._matrices, *exchange._memory._slots]
+        memory = _memory(exchange)
         assert sum(m.nbytes for m in memory) == plan.loads[rank].peak_buffer_bytes
         places[rank].append({m.data_ptr() for m in memory})
 
@@ -428,15 +454,13 @@ def test_buffers_can_be_let_go_between_steps() -> None:
         plan,
         rank=0,
         transport=_NoTransport(),
-        dtype=torch.float64,
+        dtypes=_dtypes(),
         device=torch.device("cpu"),
         keep_buffers=False,
     )
     for _ in range(2):
-        exchange.run(
-            pack=lambda pieces, views: None, compute=lambda b: b, apply=lambda pieces, views: None
-        )
-        assert exchange._memory is None
+        exchange.run(_wave_of(_nothing, lambda b: b, _nothing))
+        assert all(lane.nbytes == 0 for lane in exchange._lanes)
         assert exchange.counters.peak_buffer_bytes == plan.loads[0].peak_buffer_bytes
 
 
@@ -453,7 +477,7 @@ def test_tall_matrices_are_contiguous_or_turned(small_side_first: bool) -> None:
         _plan(stage),
         rank=0,
         transport=_NoTransport(),
-        dtype=torch.float64,
+        dtypes=_dtypes(),
         device=torch.device("cpu"),
         small_side_first=small_side_first,
     )
@@ -463,7 +487,7 @@ def test_tall_matrices_are_contiguous_or_turned(small_side_first: bool) -> None:
         seen[tuple(batch.shape[1:])] = batch.is_contiguous(), batch.mT.is_contiguous()
         return batch
 
-    exchange.run(pack=lambda pieces, views: None, compute=compute, apply=lambda pieces, views: None)
+    exchange.run(_wave_of(_nothing, compute, _nothing))
     assert seen[3, 5] == (True, False)
     assert seen[5, 3] == (not small_side_first, small_side_first)
     assert seen[4, 4][0]
@@ -485,9 +509,9 @@ def test_ranks_that_hold_nothing_enter_every_message() -> None:
     result = _run(stage, plan)
     idle = [rank for rank in range(7) if not any(p.numel() for p in result.updates[rank].values())]
     assert set(idle) - set(plan.owners), "no rank has neither an element nor a matrix"
-    assert all(counters.messages == 2 * len(plan.waves) for counters in result.counters)
+    assert all(counters.messages == 2 * len(plan.main.waves) for counters in result.counters)
     for rank in set(idle) - set(plan.owners):
-        assert result.counters[rank] == ExchangeCounters(messages=2 * len(plan.waves))
+        assert result.counters[rank] == ExchangeCounters(messages=2 * len(plan.main.waves))
 
 
 class _NoTransport:
@@ -496,7 +520,9 @@ class _NoTransport:
 
 
 def _alone(plan: Plan, dtype: torch.dtype = torch.float64) -> Exchange:
-    return Exchange(plan, rank=0, transport=_NoTransport(), dtype=dtype, device=torch.device("cpu"))
+    return Exchange(
+        plan, rank=0, transport=_NoTransport(), dtypes=_dtypes(dtype), device=torch.device("cpu")
+    )
 
 
 def test_one_rank_sends_nothing() -> None:
@@ -505,17 +531,17 @@ def test_one_rank_sends_nothing() -> None:
     own = stored(stage, numbered(stage.entries), 0)
     applied = {name: torch.zeros(part.shape) for name, part in own.items()}
 
-    def pack(pieces: Sequence[Piece], views: Sequence[torch.Tensor]) -> None:
+    def pack(pieces: Sequence[FlatPiece], views: Sequence[torch.Tensor]) -> None:
         for piece, view in zip(pieces, views, strict=True):
             view.copy_(own[plan.parameters[piece.parameter].name][piece.start :][: piece.numel])
 
-    def apply(pieces: Sequence[Piece], views: Sequence[torch.Tensor]) -> None:
+    def apply(pieces: Sequence[FlatPiece], views: Sequence[torch.Tensor]) -> None:
         for piece, view in zip(pieces, views, strict=True):
             name = plan.parameters[piece.parameter].name
             applied[name][piece.start : piece.start + piece.numel] += view
 
     exchange = _alone(plan)
-    exchange.run(pack=pack, compute=lambda batch: batch.mul_(-2), apply=apply)
+    exchange.run(_wave_of(pack, lambda batch: batch.mul_(-2), apply))
     for name, part in own.items():
         assert torch.equal(applied[name], -2.0 * part)
     assert exchange.counters.messages == exchange.counters.sent_bytes == 0
@@ -529,7 +555,7 @@ def test_a_plan_without_matrices_does_nothing() -> None:
     def never(*_: Any) -> Any:
         raise AssertionError("there is nothing to do")
 
-    exchange.run(pack=never, compute=never, apply=never)
+    exchange.run(_wave_of(never, never, never))
     assert exchange.counters == ExchangeCounters()
 
 

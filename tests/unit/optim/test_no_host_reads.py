@@ -18,9 +18,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_muon.exchange import Exchange, FactorExchange
+from megatron_muon.exchange import Exchange
 from megatron_muon.linalg import Workspace
-from megatron_muon.optim import MatrixRange, first_right_factors, muon_step, orth_dion_step
+from megatron_muon.optim import MatrixRange
 from tests.distributed.prescribed import Setting, gradient, initial, model, plan_of, rule_of
 from tests.distributed.prescribed_dion import DionSetting, factor_plan_of
 from tests.distributed.prescribed_dion import rule_of as dion_rule_of
@@ -29,9 +29,8 @@ PACKAGE = Path(__file__).parents[3] / "megatron_muon"
 HOT = (
     *("linalg/newton_schulz.py", "linalg/products.py"),
     *("linalg/precision.py", "linalg/workspace.py"),
-    *("exchange/messenger.py", "exchange/runner.py", "exchange/factor_runner.py"),
-    *("exchange/wave_memory.py",),
-    *("optim/muon.py", "optim/orth_dion.py", "optim/dion_shares.py"),
+    *("exchange/mailbox.py", "exchange/runner.py", "exchange/panels.py", "exchange/memory.py"),
+    *("optim/muon.py", "optim/orth_dion.py", "optim/factors.py"),
     *("integration/updates.py", "integration/combined_optimizer.py"),
 )
 READS = {"item", "cpu", "tolist", "numpy", "synchronize", "nonzero", "is_nonzero", "any", "all"}
@@ -95,16 +94,17 @@ def ranges_of(plan: Any, entries: Any, dtype: torch.dtype) -> list[MatrixRange]:
 def test_a_step_of_dmuon_dispatches_no_read(dtype: torch.dtype, nesterov: bool) -> None:
     setting = Setting(tp=1, dp=1, dtype=torch.float32, nesterov=nesterov)
     plan = plan_of(setting, model())
+    rule = replace(rule_of(setting), compute_dtype=torch.float32)
     exchange = Exchange(
         plan,
         rank=0,
-        transport=None,
-        dtype=torch.float32,
-        device=torch.device("cpu"),  # type: ignore[arg-type]
+        transport=None,  # type: ignore[arg-type]
+        dtypes=rule.dtypes,
+        device=torch.device("cpu"),
     )
     ranges = ranges_of(plan, model(), torch.float32)
     with Operations() as ran:
-        muon_step(replace(rule_of(setting), compute_dtype=dtype), ranges, exchange, Workspace())
+        replace(rule, compute_dtype=dtype).step(ranges, exchange, {}, Workspace())
     assert "bmm" in ran.names
     assert not ran.names & DISPATCHED
 
@@ -114,12 +114,13 @@ def test_a_step_of_dmuon_dispatches_no_read(dtype: torch.dtype, nesterov: bool) 
 def test_a_step_of_orth_dion_reads_no_more_than_flags_of_rank(scheme: Any, kind: str) -> None:
     setting = DionSetting(tp=1, dp=1, dtype=torch.float32, scheme=scheme, right_factor=kind)
     plan, device = factor_plan_of(setting, model()), torch.device("cpu")
-    exchange = FactorExchange(plan, rank=0, transport=None, dtype=torch.float32, device=device)  # type: ignore[arg-type]
-    factors = first_right_factors(plan, 0, dtype=torch.float32, device=device)
+    rule = dion_rule_of(setting)
+    exchange = Exchange(plan, rank=0, transport=None, dtypes=rule.dtypes, device=device)  # type: ignore[arg-type]
+    factors = rule.first_state(plan, 0, device)
     ranges = ranges_of(plan, model(), torch.float32)
     with Operations() as ran:
-        orth_dion_step(dion_rule_of(setting), ranges, exchange, factors)
+        rule.step(ranges, exchange, factors, Workspace())
     assert "mm" in ran.names
     assert ran.names & DISPATCHED <= {"nonzero"}
-    groups = {(s.long, s.short, s.rank) for s in plan.shapes}
-    assert ran.counts["nonzero"] <= 3 * len(groups) * len(plan.waves)
+    groups = {scheme.factors for scheme in plan.schemes}
+    assert ran.counts["nonzero"] <= 3 * len(groups) * len(plan.main.waves)

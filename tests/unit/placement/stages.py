@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -20,7 +21,8 @@ from megatron_muon.matrices import (
     SplitMode,
     logical_matrices,
 )
-from megatron_muon.placement import ExchangeGroup, Plan, make_plan
+from megatron_muon.placement import ExchangeGroup, Method, Plan, Run, make_plan
+from megatron_muon.placement.planning import Lane, cut_by_owner
 from tests.distributed.prescribed import Whole, gate_up, shard, sharded_parameters, units
 
 UNBOUNDED = 1 << 50
@@ -46,10 +48,29 @@ class Stage:
             group=self.group,
             parameters=self.parameters,
             matrices=self.matrices,
-            cost=cost,
-            itemsize=itemsize,
+            method=whole_method(itemsize),
             buffer_bytes=buffer_bytes,
         )
+
+
+def whole_method(itemsize: int = 4, **changes: Any) -> Method:
+    """Whole matrices with owners, as dmuon's."""
+    values = {"cost": cost, "flops": changes.get("cost", cost)} | changes
+    kinds = ("source", "update", "scalars", "squares")
+    return Method(itemsizes=dict.fromkeys(kinds, itemsize), **values)
+
+
+def runs_of(plan: Plan, index: int, *, copies: bool) -> list[tuple[int, Run]]:
+    """(rank, run) of everything that holds a matrix: its sources, or also further copies."""
+    shares = plan.schemes[index].shares
+    return [(s.rank, run) for s in shares if copies or s.is_source for run in s.runs]
+
+
+def with_waves(plan: Plan, cap: int) -> Plan:
+    """The plan with waves of at most so many elements per owner."""
+    numels = [m.numel for m in plan.matrices]
+    waves = cut_by_owner(owners=plan.owners, numels=numels, cap=cap)
+    return replace(plan, main=Lane(waves=waves, slots=plan.main.slots))
 
 
 def cost(m: int, n: int) -> int:

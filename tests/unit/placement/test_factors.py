@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_muon.linalg import dion_flops
 from megatron_muon.optim.dion_rule import OrthDionRule
-from megatron_muon.placement import FactorPlan, Plan, SchemeChoice, make_factor_plan
+from megatron_muon.placement import Plan, make_plan
+from megatron_muon.placement.schemes import SOURCE, FactorChoice
 from tests.distributed.prescribed import Whole, gate_up
 from tests.unit.placement.stages import (
     UNBOUNDED,
@@ -28,19 +28,15 @@ def factor_plan(
     stage: Stage,
     fraction: float,
     *,
-    scheme: SchemeChoice = "auto",
+    scheme: FactorChoice = "auto",
     buffer_bytes: int = UNBOUNDED,
-) -> FactorPlan:
-    chosen = rule(fraction)
-    return make_factor_plan(
+) -> Plan:
+    return make_plan(
         group=stage.group,
         parameters=stage.parameters,
         matrices=stage.matrices,
-        rank=chosen.rank,
-        cost=lambda m, n: dion_flops(m, n, chosen.rank(m, n)),
-        itemsize=4,
+        method=rule(fraction).method(scheme),
         buffer_bytes=buffer_bytes,
-        scheme=scheme,
     )
 
 
@@ -64,7 +60,7 @@ def sent(plan: Plan) -> int:
     return sum(load.sent_bytes for load in plan.loads)
 
 
-def counted(stage: Stage, plan: FactorPlan) -> list[dict[str, int]]:
+def counted(stage: Stage, plan: Plan) -> list[dict[str, int]]:
     """Elements of both schemes for every matrix, found element by element: design/orth-dion.md.
 
     Of a matrix that TP does not cut only TP rank 0's copy is a source; the others receive.
@@ -75,7 +71,9 @@ def counted(stage: Stage, plan: FactorPlan) -> list[dict[str, int]]:
     ranks = range(stage.group.size)
     held = [stored(stage, wholes, rank) for rank in ranks]
     found = []
-    for matrix, owner, r in zip(plan.matrices, plan.owners, plan.ranks, strict=True):
+    for matrix, scheme in zip(plan.matrices, plan.schemes, strict=True):
+        assert scheme.factors is not None
+        owner, r = scheme.ranks[0], scheme.factors.rank
         numbers = matrices[matrix.name]
         m, n = numbers.shape
         totals = {"factors": 0, "matrix": 0, "muon": 0}
@@ -109,7 +107,7 @@ def test_exchanged_elements_equal_the_formula(tp: int, dp: int, fraction: float)
         for scheme in ("factors", "matrix"):
             plan = factor_plan(stage, fraction, scheme=scheme)
             expected = sum(totals[scheme] for totals in counted(stage, plan))
-            assert sent(plan) == expected * plan.itemsize
+            assert sent(plan) == expected * 4
             assert sum(load.received_bytes for load in plan.loads) == sent(plan)
 
 
@@ -121,8 +119,9 @@ def test_each_matrix_takes_the_cheaper_scheme(tp: int, dp: int, fraction: float)
         plan = factor_plan(stage, fraction)
         totals = counted(stage, plan)
         for scheme, elements in zip(plan.schemes, totals, strict=True):
-            assert elements[scheme] == min(elements["factors"], elements["matrix"])
-        assert sent(plan) == plan.itemsize * sum(
+            chosen = "matrix" if scheme.sends_elements(SOURCE) else "factors"
+            assert elements[chosen] == min(elements["factors"], elements["matrix"])
+        assert sent(plan) == 4 * sum(
             min(elements["factors"], elements["matrix"]) for elements in totals
         )
 
@@ -137,7 +136,7 @@ def test_never_above_one_and_a_half_times_muons_elements(tp: int, dp: int, fract
             assert min(elements["factors"], elements["matrix"]) <= 2 * elements["muon"]
     stage = llama(8, 8, h=256)
     plan = factor_plan(stage, fraction)
-    assert sent(plan) <= 1.5 * sum(plan.whole_matrix_traffic()[0])
+    assert sent(plan) <= 1.5 * sum(plan.whole_matrix_bytes())
 
 
 # Muon's bytes over Orth-Dion's on Llama-shaped layers without data parallelism. At TP8 and a
@@ -154,7 +153,7 @@ RATIOS = {
 @pytest.mark.parametrize("fraction", RATIOS)
 def test_fewer_bytes_than_muon_on_llama_shaped_layers(tp: int, fraction: float) -> None:
     plan = factor_plan(llama(tp), fraction)
-    ratio = sum(plan.whole_matrix_traffic()[0]) / sent(plan)
+    ratio = sum(plan.whole_matrix_bytes()) / sent(plan)
     assert ratio == pytest.approx(RATIOS[fraction][tp], abs=0.01)
 
 
@@ -163,19 +162,19 @@ def test_fewer_bytes_than_muon_on_llama_shaped_layers(tp: int, fraction: float) 
 )
 def test_bars_on_llama_shaped_layers(tp: int, fraction: float, bar: float) -> None:
     plan = factor_plan(llama(tp), fraction)
-    assert sum(plan.whole_matrix_traffic()[0]) >= bar * sent(plan)
+    assert sum(plan.whole_matrix_bytes()) >= bar * sent(plan)
 
 
 @pytest.mark.parametrize("scheme", ["auto", "factors", "matrix"])
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (4, 3), (1, 5)])
-def test_more_waves_until_the_peak_fits_the_buffer(tp: int, dp: int, scheme: SchemeChoice) -> None:
+def test_more_waves_until_the_peak_fits_the_buffer(tp: int, dp: int, scheme: FactorChoice) -> None:
     stage = llama(tp, dp, h=64, layers=24)
     whole = factor_plan(stage, 0.25, scheme=scheme)
     bound = max(load.peak_buffer_bytes for load in whole.loads) * 2 // 3
     cut = factor_plan(stage, 0.25, scheme=scheme, buffer_bytes=bound)
     assert max(load.peak_buffer_bytes for load in cut.loads) <= bound
-    assert len(cut.waves) > len(whole.waves)
-    assert sorted(i for wave in cut.waves for i in wave) == list(range(len(cut.matrices)))
+    assert len(cut.main.waves) > len(whole.main.waves)
+    assert sorted(i for wave in cut.main.waves for i in wave) == list(range(len(cut.matrices)))
     assert sent(cut) == sent(whole)
     with pytest.raises(ValueError, match=r"--matrix-exchange-buffer-mb .* is too small"):
         factor_plan(stage, 0.25, scheme=scheme, buffer_bytes=1000)

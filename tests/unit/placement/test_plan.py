@@ -18,9 +18,11 @@ from tests.unit.placement.stages import (
     cost,
     numbered,
     random_stage,
+    runs_of,
     stage_of,
     stored,
     whole_matrices,
+    whole_method,
 )
 
 LAYOUTS = [(1, 1), (2, 1), (1, 3), (2, 2), (4, 1), (2, 5), (8, 1)]
@@ -44,8 +46,7 @@ def test_plan_does_not_depend_on_the_order_of_its_inputs(tp: int, dp: int) -> No
                     group=stage.group,
                     parameters=parameters,
                     matrices=matrices,
-                    cost=cost,
-                    itemsize=4,
+                    method=whole_method(),
                     buffer_bytes=40_000,
                 )
             )
@@ -79,8 +80,7 @@ def _plan(
         group=stage.group,
         parameters=stage.parameters,
         matrices=stage.matrices,
-        cost=lambda m, n: factor * cost(m, n),
-        itemsize=itemsize,
+        method=whole_method(itemsize, cost=lambda m, n: factor * cost(m, n)),
         buffer_bytes=UNBOUNDED,
     )
 
@@ -119,21 +119,21 @@ def test_other_inputs_give_another_digest(other: Callable[[], Plan]) -> None:
 def test_other_waves_give_another_digest() -> None:
     stage = random_stage(1, tp=1, dp=2, parameters=12)
     free, bounded = stage.plan(), stage.plan(buffer_bytes=30_000)
-    assert free.waves != bounded.waves
+    assert free.main.waves != bounded.main.waves
     assert free.digest != bounded.digest
 
 
-def _runs(stage: Stage, plan: Plan, index: int, what: str) -> list[tuple[int, list[int]]]:
+def _runs(stage: Stage, plan: Plan, index: int, *, copies: bool) -> list[tuple[int, list[int]]]:
     """(rank, numbers of the elements) of every run of a matrix, from what the ranks store."""
     wholes = numbered(stage.entries)
     name = plan.matrices[index].parameter
     (parameter,) = (p for p in stage.parameters if p.name == name)
     found = []
-    for run in getattr(plan, what)[index]:
-        start, stop = parameter.ranges[run.rank // stage.group.tp]
+    for rank, run in runs_of(plan, index, copies=copies):
+        start, stop = parameter.ranges[rank // stage.group.tp]
         assert start <= run.start < run.start + run.numel <= stop
-        own = stored(stage, wholes, run.rank)[name]
-        found.append((run.rank, own[run.start - start :][: run.numel].tolist()))
+        own = stored(stage, wholes, rank)[name]
+        found.append((rank, own[run.start - start :][: run.numel].tolist()))
     return found
 
 
@@ -150,12 +150,12 @@ def test_every_element_is_gathered_once_and_scattered_to_every_holder(
     received: list[list[int]] = [[] for _ in range(stage.group.size)]
     for index, matrix in enumerate(plan.matrices):
         elements = sorted(expected[matrix.name].flatten().tolist())
-        for runs in (plan.gathers[index], plan.scatters[index]):
-            order = [(run.rank, run.start) for run in runs]
-            assert matrix.replicated or order == sorted(order)
-        gathered = [e for _, run in _runs(stage, plan, index, "gathers") for e in run]
+        for copies in (False, True):
+            order = [(rank, run.start) for rank, run in runs_of(plan, index, copies=copies)]
+            assert order == sorted(order)
+        gathered = [e for _, run in _runs(stage, plan, index, copies=False) for e in run]
         assert sorted(gathered) == elements
-        for rank, run in _runs(stage, plan, index, "scatters"):
+        for rank, run in _runs(stage, plan, index, copies=True):
             received[rank] += run
     for rank, elements in enumerate(received):
         own = stored(stage, wholes, rank).values()
@@ -168,8 +168,9 @@ def test_loads_count_what_crosses_between_ranks(tp: int, dp: int) -> None:
     plan = stage.plan(itemsize=2)
     sent, received = Counter[int](), Counter[int]()
     for index, owner in enumerate(plan.owners):
-        for what, outwards in (("gathers", True), ("scatters", False)):
-            for rank, run in _runs(stage, plan, index, what):
+        for copies in (False, True):
+            outwards = not copies
+            for rank, run in _runs(stage, plan, index, copies=copies):
                 if rank != owner:
                     sent[rank if outwards else owner] += 2 * len(run)
                     received[owner if outwards else rank] += 2 * len(run)
@@ -213,18 +214,19 @@ def test_more_ranks_than_matrices() -> None:
     stage = stage_of([Whole(name="w", shape=(8, 8), tp_dim=1)], tp=2, dp=5)
     plan = stage.plan()
     assert sorted(load.matrices for load in plan.loads) == [0] * 9 + [1]
-    assert plan.waves == ((0,),)
+    assert plan.main.waves == ((0,),)
     (owner,) = plan.owners
-    held = sum(run.numel for run in plan.gathers[0] if run.rank == owner)
+    runs = runs_of(plan, 0, copies=False)
+    held = sum(run.numel for rank, run in runs if rank == owner)
     assert held == max(
-        sum(run.numel for run in plan.gathers[0] if run.rank == rank) for rank in range(10)
+        sum(run.numel for holder, run in runs if holder == rank) for rank in range(10)
     )
 
 
 @EVERY_LAYOUT
 def test_no_matrix_at_all(tp: int, dp: int) -> None:
     plan = stage_of([], tp=tp, dp=dp).plan(buffer_bytes=0)
-    assert (plan.matrices, plan.owners, plan.waves) == ((), (), ())
+    assert (plan.matrices, plan.owners, plan.main.waves) == ((), (), ())
     assert plan.balance == (1.0, 1.0)
     assert len(plan.loads) == tp * dp
     assert not any(any(dataclasses.astuple(load)) for load in plan.loads)
@@ -239,8 +241,7 @@ def test_a_parameter_without_matrices_stays_at_home() -> None:
         group=stage.group,
         parameters=stage.parameters,
         matrices=matrices,
-        cost=cost,
-        itemsize=4,
+        method=whole_method(),
         buffer_bytes=UNBOUNDED,
     )
     assert [m.name for m in plan.matrices] == ["b"]
@@ -261,12 +262,12 @@ def test_update_of_a_replicated_matrix_goes_to_the_same_range_of_every_copy() ->
         group=ExchangeGroup(tp=2, dp=3),
         parameters=[parameter],
         matrices=logical_matrices(parameter, split="parts"),
-        cost=cost,
-        itemsize=4,
+        method=whole_method(),
         buffer_bytes=UNBOUNDED,
     )
-    assert [(r.rank, r.start, r.numel) for r in plan.gathers[0]] == [(0, 0, 2), (4, 2, 4)]
-    assert sorted((r.rank, r.start, r.numel) for r in plan.scatters[0]) == [
+    sources, copies = (runs_of(plan, 0, copies=copies) for copies in (False, True))
+    assert [(rank, r.start, r.numel) for rank, r in sources] == [(0, 0, 2), (4, 2, 4)]
+    assert sorted((rank, r.start, r.numel) for rank, r in copies) == [
         (0, 0, 2),
         (1, 0, 2),
         (4, 2, 4),

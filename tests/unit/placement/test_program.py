@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Sequence
 
@@ -10,9 +9,15 @@ import pytest
 import torch
 
 from megatron_muon.matrices import Block, SplitMode
-from megatron_muon.placement import Plan, Segment, rectangles
-from megatron_muon.placement.program import Message, Patch, Piece, WaveProgram, compile_wave
-from megatron_muon.placement.waves import cut_by_owner
+from megatron_muon.placement import Plan, Run, Share
+from megatron_muon.placement.program import (
+    FlatPiece,
+    Message,
+    Patch,
+    WaveProgram,
+    compile_wave,
+)
+from megatron_muon.placement.schemes import SOURCE, UPDATE
 from tests.distributed.prescribed import Whole
 from tests.unit.placement.stages import (
     UNBOUNDED,
@@ -22,6 +27,7 @@ from tests.unit.placement.stages import (
     stage_of,
     stored,
     whole_matrices,
+    with_waves,
 )
 
 LAYOUTS = [(1, 1), (2, 1), (1, 3), (2, 2), (4, 1), (2, 3), (8, 1), (1, 7)]
@@ -38,11 +44,10 @@ EVERY_CAP = pytest.mark.parametrize("cap", [1, 900, UNBOUNDED])
 
 def _waved(stage: Stage, cap: int) -> Plan:
     """A plan with waves of at most so many elements per owner."""
-    plan = stage.plan()
-    numels = [m.numel for m in plan.matrices]
-    waves = cut_by_owner(owners=plan.owners, numels=numels, cap=cap)
+    plan = with_waves(stage.plan(), cap)
+    waves = plan.main.waves
     assert len(waves) == 1 if cap == UNBOUNDED else len(waves) > 1 or cap > 1
-    return dataclasses.replace(plan, waves=waves)
+    return plan
 
 
 def _programs(plan: Plan, wave: Sequence[int]) -> list[WaveProgram]:
@@ -65,10 +70,10 @@ def _tiles(spans: Sequence[tuple[int, int]], length: int) -> bool:
 @EVERY_LAYOUT
 def test_both_ends_of_every_message_agree_on_counts(tp: int, dp: int, cap: int) -> None:
     plan = _waved(_stage(tp, dp), cap)
-    for wave in plan.waves:
+    for wave in plan.main.waves:
         programs = _programs(plan, wave)
-        for direction in ("out", "back"):
-            messages = [getattr(program, direction) for program in programs]
+        for where in (SOURCE, UPDATE):
+            messages = [program.messages[where] for program in programs]
             for a, sender in enumerate(messages):
                 for b, receiver in enumerate(messages):
                     assert sender.sent_counts[b] == receiver.received_counts[a]
@@ -78,25 +83,25 @@ def test_both_ends_of_every_message_agree_on_counts(tp: int, dp: int, cap: int) 
 @EVERY_LAYOUT
 def test_pieces_and_patches_fill_their_buffers(tp: int, dp: int, cap: int) -> None:
     plan = _waved(_stage(tp, dp), cap)
-    for wave in plan.waves:
+    for wave in plan.main.waves:
         for program in _programs(plan, wave):
             for pieces, counts in (
-                (program.packed, program.out.sent_counts),
-                (program.applied, program.back.received_counts),
+                (program.packed, program.messages[SOURCE].sent_counts),
+                (program.applied, program.messages[UPDATE].received_counts),
             ):
                 assert _tiles([(p.offset, p.numel) for p in pieces], sum(counts))
             for patches, counts in (
-                (program.assembled, program.out.received_counts),
-                (program.returned, program.back.sent_counts),
+                (program.assembled, program.messages[SOURCE].received_counts),
+                (program.returned, program.messages[UPDATE].sent_counts),
             ):
-                assert _tiles([(p.offset, p.rows * p.cols) for p in patches], sum(counts))
+                assert _tiles([(p.offset, p.region.numel) for p in patches], sum(counts))
 
 
 def _patch(target: torch.Tensor, patch: Patch) -> torch.Tensor:
-    return target[patch.row : patch.row + patch.rows, patch.col : patch.col + patch.cols]
+    return target[patch.region.row_slice, patch.region.col_slice]
 
 
-def _packed(pieces: Sequence[Piece], plan: Plan, own: dict[str, torch.Tensor]) -> torch.Tensor:
+def _packed(pieces: Sequence[FlatPiece], plan: Plan, own: dict[str, torch.Tensor]) -> torch.Tensor:
     buffer = torch.full((sum(p.numel for p in pieces),), -1)
     for piece in pieces:
         values = own[plan.parameters[piece.parameter].name][piece.start :][: piece.numel]
@@ -118,29 +123,28 @@ def test_owners_assemble_the_matrix_and_every_holder_gets_its_elements_back(
     own = [stored(stage, wholes, rank) for rank in range(stage.group.size)]
     applied = [{name: torch.zeros_like(part) for name, part in parts.items()} for parts in own]
     computed: list[int] = []
-    for wave in plan.waves:
+    for wave in plan.main.waves:
         programs = _programs(plan, wave)
         out = [_packed(program.packed, plan, own[r]) for r, program in enumerate(programs)]
         back = []
         for program, received in zip(
-            programs, _delivered([p.out for p in programs], out), strict=True
+            programs, _delivered([p.messages[SOURCE] for p in programs], out), strict=True
         ):
-            batches = [torch.full((len(b.matrices), *b.shape), -1) for b in program.batches]
+            matrices = {i: torch.full(b.shape, -1) for b in program.batches for i in b.matrices}
             for patch in program.assembled:
-                target = _patch(batches[patch.batch][patch.position], patch)
+                target = _patch(matrices[patch.matrix], patch)
                 assert (target == -1).all()
-                target.copy_(received[patch.offset :][: patch.rows * patch.cols].view_as(target))
-            for batch, assembled in zip(program.batches, batches, strict=True):
-                computed += batch.matrices
-                for index, matrix in zip(batch.matrices, assembled, strict=True):
-                    assert torch.equal(matrix, expected[plan.matrices[index].name])
-            sent = torch.zeros(sum(program.back.sent_counts), dtype=torch.int64)
+                target.copy_(received[patch.offset :][: patch.region.numel].view_as(target))
+            computed += matrices
+            for index, matrix in matrices.items():
+                assert torch.equal(matrix, expected[plan.matrices[index].name])
+            sent = torch.zeros(sum(program.messages[UPDATE].sent_counts), dtype=torch.int64)
             for patch in program.returned:
-                values = _patch(-batches[patch.batch][patch.position], patch)
+                values = _patch(-matrices[patch.matrix], patch)
                 sent[patch.offset : patch.offset + values.numel()] = values.reshape(-1)
             back.append(sent)
         for rank, (program, received) in enumerate(
-            zip(programs, _delivered([p.back for p in programs], back), strict=True)
+            zip(programs, _delivered([p.messages[UPDATE] for p in programs], back), strict=True)
         ):
             for piece in program.applied:
                 name = plan.parameters[piece.parameter].name
@@ -164,7 +168,7 @@ def test_matrices_of_one_shape_are_one_batch(tp: int, dp: int) -> None:
         dp=dp,
     )
     plan = stage.plan()
-    for wave in plan.waves:
+    for wave in plan.main.waves:
         for rank, program in enumerate(_programs(plan, wave)):
             shapes = [batch.shape for batch in program.batches]
             assert shapes == sorted(set(shapes))
@@ -180,21 +184,23 @@ def test_a_rank_with_nothing_has_an_empty_program() -> None:
     ((start, stop),) = {r for p in plan.parameters for r in p.ranges if r == (0, 0)}
     assert start == stop
     idle = next(r for r in range(4) if plan.parameters[0].ranges[r] == (0, 0))
-    program = compile_wave(plan, plan.waves[0], idle)
-    nothing = Message(sent_counts=(0,) * 4, received_counts=(0,) * 4)
+    program = compile_wave(plan, plan.main.waves[0], idle)
+    nothing = Message(sent_counts=(0,) * 4, received_counts=(0,) * 4, sent={}, received={})
     assert program == WaveProgram(
+        held=(),
         batches=(),
-        out=nothing,
+        factored=(),
+        part=None,
+        messages={SOURCE: nothing, UPDATE: nothing},
         packed=(),
         assembled=(),
-        back=nothing,
         returned=(),
         applied=(),
     )
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_rectangles_tile_a_run_in_its_order(seed: int) -> None:
+def test_pieces_tile_a_run_in_its_order(seed: int) -> None:
     rng = random.Random(seed)
     width, rows, shard_row = rng.randint(1, 7), rng.randint(1, 6), rng.randint(0, 4)
     block = Block(
@@ -207,18 +213,16 @@ def test_rectangles_tile_a_run_in_its_order(seed: int) -> None:
     )
     first = rng.randint(0, rows * width - 1)
     numel = rng.randint(1, rows * width - first)
-    segment = Segment(rank=0, start=shard_row * width + first, numel=numel, block=block)
-    cut = list(rectangles(segment))
+    run = Run(start=shard_row * width + first, numel=numel, block=block)
+    cut = list(_share(run).pieces())
     assert len(cut) <= 3
-    offset = 0
+    start = run.start
     places = []
-    for rectangle in cut:
-        assert rectangle.offset == offset
-        offset += rectangle.rows * rectangle.cols
+    for piece in cut:
+        assert (piece.start, piece.stride) == (start, width)
+        start += piece.numel
         places += [
-            (rectangle.row + i, rectangle.col + j)
-            for i in range(rectangle.rows)
-            for j in range(rectangle.cols)
+            (piece.row + i, piece.col + j) for i in range(piece.rows) for j in range(piece.cols)
         ]
     assert places == [
         (block.row + element // width, block.col + element % width)
@@ -226,11 +230,15 @@ def test_rectangles_tile_a_run_in_its_order(seed: int) -> None:
     ]
 
 
-def test_whole_rows_are_one_rectangle() -> None:
+def _share(run: Run) -> Share:
+    return Share(rank=0, runs=(run,), is_source=True)
+
+
+def test_whole_rows_are_one_piece() -> None:
     block = Block(tp_rank=0, shard_row=2, rows=5, row=10, col=3, cols=4)
-    whole = list(rectangles(Segment(rank=0, start=8, numel=20, block=block)))
+    whole = list(_share(Run(start=8, numel=20, block=block)).pieces())
     assert [(r.rows, r.cols, r.row, r.col) for r in whole] == [(5, 4, 10, 3)]
-    ragged = list(rectangles(Segment(rank=0, start=9, numel=13, block=block)))
+    ragged = list(_share(Run(start=9, numel=13, block=block)).pieces())
     assert [(r.rows, r.cols, r.row, r.col) for r in ragged] == [
         (1, 3, 10, 4),
         (2, 4, 11, 3),

@@ -1,22 +1,20 @@
-"""Shares cut into blocks: every element once, where it lies."""
+"""Padded shares cut into pieces: every element once, where it lies."""
 
 import pytest
 
-from megatron_muon.placement.shares import Share, SharePiece, share_blocks
+from megatron_muon.matrices import Block
+from megatron_muon.placement import Run, Share
 
 
 def share_of(cols: int, *runs: tuple[int, int]) -> Share:
-    """A share whose pieces have so many (elements before them in their first row, elements)."""
-    pieces, rows, start, spans = [], 0, 5, []
+    """A share whose runs have so many (elements before them in their first row, elements)."""
+    found, row, shard_row = [], 7, 3
     for before, numel in runs:
-        count = -(-(before + numel) // cols)
-        pieces.append(SharePiece(start=start, numel=numel, offset=rows * cols + before))
-        spans.append((rows, count))
-        rows += count
-        start += numel + 3
-    return Share(
-        rank=0, runs=tuple(spans), rows=rows, col=0, cols=cols, pieces=tuple(pieces), is_source=True
-    )
+        rows = -(-(before + numel) // cols)
+        block = Block(tp_rank=0, shard_row=shard_row, rows=rows, row=row, col=2, cols=cols)
+        found.append(Run(start=shard_row * cols + before, numel=numel, block=block))
+        row, shard_row = row + rows + 2, shard_row + rows + 1
+    return Share(rank=0, runs=tuple(found), is_source=True)
 
 
 CASES = [
@@ -31,26 +29,29 @@ CASES = [
 
 
 @pytest.mark.parametrize(("cols", "runs"), CASES)
-def test_blocks_are_the_pieces_element_by_element(cols, runs):
+def test_padded_pieces_are_the_runs_element_by_element(cols, runs):
     share = share_of(cols, *runs)
-    expected = {
-        piece.start + i: divmod(piece.offset + i, cols)
-        for piece in share.pieces
-        for i in range(piece.numel)
-    }
+    expected, first = {}, 0
+    for run, (before, numel) in zip(share.runs, runs, strict=True):
+        rows = -(-(before + numel) // cols)
+        for i in range(numel):
+            row, col = divmod(before + i, cols)
+            expected[run.start + i] = (first + row, col)
+        first += rows
+    assert share.rows == first
     found = {}
-    for block in share_blocks(share):
-        for i in range(block.rows * block.cols):
-            row, col = divmod(i, block.cols)
-            assert block.start + i not in found
-            found[block.start + i] = (block.row + row, block.col + col)
+    for piece in share.padded_pieces():
+        for i in range(piece.numel):
+            row, col = divmod(i, piece.cols)
+            assert piece.start + i not in found
+            found[piece.start + i] = (piece.row + row, piece.col + col)
     assert found == expected
 
 
 @pytest.mark.parametrize(("cols", "runs"), CASES)
-def test_a_piece_has_at_most_three_blocks(cols, runs):
+def test_a_run_has_at_most_three_pieces(cols, runs):
     share = share_of(cols, *runs)
-    assert len(list(share_blocks(share))) <= 3 * len(share.pieces)
+    assert len(list(share.padded_pieces())) <= 3 * len(share.runs)
 
 
 def test_dense_is_one_run_of_whole_rows():

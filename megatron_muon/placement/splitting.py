@@ -1,4 +1,4 @@
-"""Which matrices several ranks share, and how many: chosen by modelled time, one step at a time."""
+"""Which matrices several ranks compute, and how many ranks: chosen by modelled time."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_muon.placement.balance import Work, assign_ranks
 from megatron_muon.placement.bounds import options_of, smallest_possible
 from megatron_muon.placement.mixing import mix_parts
-from megatron_muon.placement.shared import Itemsizes, request_bytes
+from megatron_muon.placement.owners import Work, assign_ranks
+from megatron_muon.placement.regions import even_cuts
 
-MIN_SHARED_FLOPS = 1 << 37
-"""Operations of a matrix below which sharing it gains nothing.
+MIN_SPLIT_FLOPS = 1 << 37
+"""Operations of a matrix below which splitting it gains nothing.
 
 1.4e11, a third of a millisecond of a GPU: about what its twenty messages take, in latency, and at
 400 TFLOP/s and 200 GB/s also in bytes (a square matrix of 1,700: 26 m² bytes saved for 30 m³
@@ -21,13 +21,13 @@ operations).
 """
 
 FLOPS_PER_BYTE = {"cuda": 2000, "cpu": 20}
-"""Operations that take as long as a byte between ranks that share a matrix, by device type.
+"""Operations that take as long as a byte between the ranks of a split matrix, by device type.
 
 400 TFLOP/s over 200 GB/s between the GPUs of a node; 20 GFLOP/s over 1 GB/s of gloo on one machine.
 """
 
 NEAR_ENOUGH = (102, 100)
-"""Largest load over what is possible at which no more matrices are shared: messages cost too."""
+"""Largest load over what is possible at which no more matrices are split: messages cost too."""
 
 # Largest parts that are tried one after another, in percent of the smallest possible load.
 _SIZES = (400, 270, 200, 160, 133, 115, 107, 103, 100, 67, 50, 40, 33, 28, 24, 20, 17, 14, 12)
@@ -37,17 +37,17 @@ _TARGETS = (102, 105, 110, 120)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharing:
-    """What planning has to know of shared matrices.
+class Splitting:
+    """What planning has to know of matrices that several ranks compute.
 
     Attributes:
-        most_ranks: Most ranks that share one matrix; 1 shares none.
+        most_ranks: Most ranks that compute one matrix; 1 splits none.
         flops: (m, n, ranks, number) to the operations of one of them; number 0 has the most.
         requests: (m, n) to the messages among them, in order: ``scalars`` first and once, then
             ``partials`` and ``rows``.
         itemsize: Bytes of an element of ``partials`` and ``rows``.
         scalar_itemsize: Bytes of an element of ``scalars``.
-        min_flops: Matrices with fewer operations are not shared.
+        min_flops: Matrices with fewer operations are not split.
         flops_per_byte: Operations that take as long as a byte between the ranks of a matrix.
     """
 
@@ -56,13 +56,24 @@ class Sharing:
     requests: Callable[[int, int], tuple[str, ...]]
     itemsize: int
     scalar_itemsize: int
-    min_flops: int = MIN_SHARED_FLOPS
+    min_flops: int = MIN_SPLIT_FLOPS
     flops_per_byte: int = 0
 
-    @property
-    def itemsizes(self) -> Itemsizes:
-        """Bytes of an element of the messages among the ranks of a matrix."""
-        return Itemsizes(exchange=0, squares=self.itemsize, scalars=self.scalar_itemsize)
+    def bytes_moved(self, m: int, n: int, ranks: int, number: int) -> int:
+        """Bytes that one of the ranks of a matrix sends or receives, whichever is more."""
+        short = min(m, n)
+        start, end = even_cuts(short, ranks)[number]
+        block, others = (end - start) * short, (short - end + start) * short
+        sent = received = 0
+        for kind in self.requests(m, n):
+            if kind == "scalars":
+                both = 2 * (ranks - 1) * self.scalar_itemsize
+                sent, received = sent + both, received + both
+            else:
+                mine, theirs = block * (ranks - 1) * self.itemsize, others * self.itemsize
+                out, back = (theirs, mine) if kind == "partials" else (mine, theirs)
+                sent, received = sent + out, received + back
+        return max(sent, received)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +100,7 @@ class Choice:
     """Who computes what.
 
     Attributes:
-        ranks: For each matrix the ranks that compute it, ascending; one where it is not shared.
+        ranks: For each matrix the ranks that compute it, ascending; one where it is not split.
         possible: Load that the busiest rank has in any placement, see ``bounds``.
     """
 
@@ -97,7 +108,7 @@ class Choice:
     possible: int
 
 
-def part_cost(candidate: Candidate, sharing: Sharing, ranks: int, number: int = 0) -> int:
+def part_cost(candidate: Candidate, splitting: Splitting, ranks: int, number: int = 0) -> int:
     """Estimated time of one part, messages among its ranks included.
 
     Of the whole matrix's time, as its operations are of the whole's.
@@ -105,11 +116,8 @@ def part_cost(candidate: Candidate, sharing: Sharing, ranks: int, number: int = 
     if ranks == 1:
         return candidate.cost
     m, n = candidate.shape
-    sent, received = request_bytes(
-        sharing.requests(m, n), min(m, n), ranks, number, sharing.itemsizes
-    )
-    moved = max(sum(sent), sum(received)) * sharing.flops_per_byte
-    operations = sharing.flops(m, n, ranks, number) + moved
+    moved = splitting.bytes_moved(m, n, ranks, number) * splitting.flops_per_byte
+    operations = splitting.flops(m, n, ranks, number) + moved
     return -(-candidate.cost * operations // max(1, candidate.flops))
 
 
@@ -118,23 +126,23 @@ def choose_ranks(
     *,
     ranks: int,
     ranks_per_node: int,
-    sharing: Sharing | None,
+    splitting: Splitting | None,
     buffer_bytes: int,
 ) -> Choice:
-    """Owners, and ranks that share a matrix where whole matrices would take longer.
+    """Owners, and several ranks for a matrix where whole matrices would take longer.
 
-    Of several ways to share the fastest is taken; the search ends with one that is near enough to
-    what is possible, and begins with those that share least.
+    Of several ways to split the fastest is taken; the search ends with one that is near enough to
+    what is possible, and begins with those that split least.
 
     Args:
         candidates: The matrices.
         ranks: Number of ranks.
         ranks_per_node: As for ``assign_ranks``.
-        sharing: How matrices can be shared; None shares none.
+        splitting: How matrices can be split; None splits none.
         buffer_bytes: Bound on a rank's buffers: a matrix whose messages among its ranks cannot fit
-            is not shared.
+            is not split.
     """
-    costs = _PartCosts(candidates, sharing)
+    costs = _PartCosts(candidates, splitting)
     limits = [_most_parts(costs, i, ranks, buffer_bytes) for i in range(len(candidates))]
     possible = smallest_possible(
         (options_of(costs.smallest(i, limit)) for i, limit in enumerate(limits)), ranks
@@ -178,7 +186,7 @@ class _Best:
 
     @property
     def is_near_enough(self) -> bool:
-        """Whether sharing more is not worth its messages."""
+        """Whether splitting more is not worth its messages."""
         return self.load * NEAR_ENOUGH[1] <= self._possible * NEAR_ENOUGH[0]
 
 
@@ -261,19 +269,19 @@ def _mixed(
 class _PartCosts:
     """Costs of parts, by matrix and number of parts; equal shapes are asked for once."""
 
-    def __init__(self, candidates: Sequence[Candidate], sharing: Sharing | None) -> None:
+    def __init__(self, candidates: Sequence[Candidate], splitting: Splitting | None) -> None:
         self.candidates = candidates
-        self.sharing = sharing
+        self.splitting = splitting
         self._known: dict[tuple[tuple[int, int], int, int], int] = {}
         self._smallest: dict[tuple[tuple[int, int], int, int], list[int]] = {}
 
     def __call__(self, index: int, count: int) -> int:
         candidate = self.candidates[index]
-        if count == 1 or self.sharing is None:
+        if count == 1 or self.splitting is None:
             return candidate.cost
         key = (candidate.shape, candidate.cost, count)
         if key not in self._known:
-            self._known[key] = part_cost(candidate, self.sharing, count)
+            self._known[key] = part_cost(candidate, self.splitting, count)
         return self._known[key]
 
     def smallest(self, index: int, limit: int) -> list[int]:
@@ -282,23 +290,23 @@ class _PartCosts:
         key = (candidate.shape, candidate.cost, limit)
         if key not in self._smallest:
             counts = range(1, limit + 1)
-            sharing = self.sharing
+            splitting = self.splitting
             self._smallest[key] = [
-                candidate.cost if sharing is None else part_cost(candidate, sharing, n, n - 1)
+                candidate.cost if splitting is None else part_cost(candidate, splitting, n, n - 1)
                 for n in counts
             ]
         return self._smallest[key]
 
 
 def _most_parts(costs: _PartCosts, index: int, ranks: int, buffer_bytes: int) -> int:
-    """Number of ranks at which a part of a matrix takes least; 1 where it may not be shared."""
-    candidate, sharing = costs.candidates[index], costs.sharing
-    if sharing is None or candidate.flops < sharing.min_flops:
+    """Number of ranks at which a part of a matrix takes least; 1 where it may not be split."""
+    candidate, splitting = costs.candidates[index], costs.splitting
+    if splitting is None or candidate.flops < splitting.min_flops:
         return 1
     short, long = sorted(candidate.shape)
-    if 2 * short * short * sharing.itemsize > buffer_bytes:
+    if 2 * short * short * splitting.itemsize > buffer_bytes:
         return 1
-    most = min(sharing.most_ranks, ranks, long)
+    most = min(splitting.most_ranks, ranks, long)
     return min(range(1, most + 1), key=lambda count: costs(index, count))
 
 

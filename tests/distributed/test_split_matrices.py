@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -75,7 +74,7 @@ def setting_of(tp: int, dp: int, **changes: Any) -> Setting:
 def test_equals_one_process(ranks: Ranks, tp: int, dp: int, stage: str) -> None:
     # On two ranks two equal matrices are one for each.
     setting, entries = setting_of(tp, dp), STAGES[stage][: 1 if tp * dp == 2 else None]
-    assert plan_of(setting, entries).shared, "nothing is shared"
+    assert plan_of(setting, entries).split.waves, "nothing is split"
     assert errors(ranks, setting, entries) < TOLERANCE[torch.float64]
 
 
@@ -83,7 +82,7 @@ def test_equals_one_process(ranks: Ranks, tp: int, dp: int, stage: str) -> None:
 def test_in_fp32(ranks: Ranks, tp: int, dp: int) -> None:
     setting = setting_of(tp, dp, dtype=torch.float32)
     entries = [e for stage in ("tall, columns", "large and small") for e in STAGES[stage]]
-    assert plan_of(setting, entries).shared
+    assert plan_of(setting, entries).split.waves
     assert errors(ranks, setting, entries) < TOLERANCE[torch.float32]
 
 
@@ -103,7 +102,7 @@ def test_other_dtypes(
     """What travels and what is computed have dtypes of their own; so have norms."""
     setting = setting_of(2, 2, dtype=exchange, compute_dtype=compute, steps=1)
     entries = STAGES["large and small"]
-    assert plan_of(setting, entries).shared
+    assert plan_of(setting, entries).split.waves
     # The weights of this test are of the exchange's dtype: in bf16 the error is theirs.
     assert errors(ranks, setting, entries) < (bound if exchange == torch.float32 else 0.3)
 
@@ -123,7 +122,7 @@ def test_a_whole_model_in_several_waves(ranks: Ranks, nesterov: bool) -> None:
     entries = [*model(2), Whole(name="layers.2.large.weight", shape=(96, 120), tp_dim=1)]
     setting = setting_of(2, 2, buffer_mb=0.5, nesterov=nesterov, steps=4)
     plan = plan_of(setting, entries)
-    assert plan.shared and plan.waves
+    assert plan.split.waves and plan.main.waves
     assert errors(ranks, setting, entries) < TOLERANCE[torch.float64]
 
 
@@ -136,8 +135,11 @@ def test_later_waves_that_end_before_earlier_ones(ranks: Ranks, tp: int, dp: int
     ]
     setting = setting_of(tp, dp)
     plan = plan_of(setting, entries)
-    lengths = [max(len(plan.shared[i].requests) for i in wave) for wave in plan.shared_waves]
-    under_way = plan.shared_slots
+    lengths = [
+        max(len(plan.schemes[i].requests) for i in wave)  # type: ignore[attr-defined]
+        for wave in plan.split.waves
+    ]
+    under_way = plan.split.slots
     assert any(lengths[at] > lengths[at + 1] for at in range(len(lengths) - under_way)), (
         "no wave ends before an earlier one while there is another to come"
     )
@@ -150,7 +152,7 @@ def test_counts_equal_the_prediction(ranks: Ranks, tp: int, dp: int) -> None:
     entries = STAGES["large and small"] + STAGES["replicated"]
     setting = setting_of(tp, dp, dtype=torch.float32, steps=2)
     plan = plan_of(setting, entries)
-    assert plan.shared and plan.waves
+    assert plan.split.waves and plan.main.waves
     results = ranks(tp * dp, run_rank, setting, entries, count_flops=True)
     for load, result in zip(plan.loads, results, strict=True):
         assert set(result["flops"]) == {load.flops}
@@ -185,17 +187,20 @@ class TestAWrongVariantFails:
     entries = STAGES["wide, rows"]
 
     def broken(self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, name: str, wrong: Any) -> float:
-        from megatron_muon.exchange import shared_runner
+        from megatron_muon.exchange import mailbox, panels
 
         assert errors(ranks, self.setting, self.entries) < 1e-10
-        monkeypatch.setattr(shared_runner, name, wrong(getattr(shared_runner, name)))
+        module = panels if hasattr(panels, name) else mailbox
+        monkeypatch.setattr(module, name, wrong(getattr(module, name)))
         return errors(ranks, self.setting, self.entries)
 
     def test_one_partial_sum_forgotten(self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
         def wrong(original: Any) -> Any:
-            def answer(received: Any, request: Any, *rest: Any) -> Any:
-                found = original(received, request, *rest)
-                return found[:-1] if request.kind == "partials" else found
+            def answer(asked: Any, scheme: Any, number: int, other: int, received: Any) -> Any:
+                found = original(asked, scheme, number, other, received)
+                last = max(n for n in range(len(scheme.ranks)) if n != number)
+                is_lost = asked.kind == "partials" and other == last
+                return torch.zeros_like(found) if is_lost else found
 
             return answer
 
@@ -207,13 +212,10 @@ class TestAWrongVariantFails:
         """What the first of the others sent is taken for what the last sent, and so on."""
 
         def wrong(original: Any) -> Any:
-            def answer(received: Any, request: Any, program: Any, part: Any) -> Any:
-                slots = list(program.received)
-                others = [number for number in range(len(slots)) if number != part.number]
-                for number, other in zip(others, others[::-1], strict=True):
-                    slots[number] = program.received[other]
-                turned = dataclasses.replace(program, received=tuple(slots))
-                return original(received, request, turned, part)
+            def answer(asked: Any, scheme: Any, number: int, other: int, received: Any) -> Any:
+                others = [n for n in range(len(scheme.ranks)) if n != number]
+                turned = others[-1 - others.index(other)] if asked.kind == "rows" else other
+                return original(asked, scheme, number, turned, received)
 
             return answer
 

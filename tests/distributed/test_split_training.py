@@ -50,9 +50,14 @@ def messages_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FLOPS_PER_BYTE, "cpu", 0)
 
 
-def _shared(rank: int, run: Run) -> list[tuple[int, ...]]:
+def _split_ranks(rank: int, run: Run) -> list[tuple[int, ...]]:
     _, optimizer, _ = build(run)
-    return [part.ranks for child in optimizer.chained_optimizers for part in child.plan.shared]
+    return [
+        scheme.ranks
+        for child in optimizer.chained_optimizers
+        for scheme in child.plan.schemes
+        if len(scheme.ranks) > 1
+    ]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +65,7 @@ def _shared(rank: int, run: Run) -> list[tuple[int, ...]]:
 )
 def test_every_update_equals_the_reference(ranks: Ranks, name: str) -> None:
     run = RUNS[name]
-    assert any(ranks(run.world_size, _shared, run)), "nothing is split"
+    assert any(ranks(run.world_size, _split_ranks, run)), "nothing is split"
     results = ranks(run.world_size, train, run)
     found = errors_against_reference(
         run, merged(results, run), list(coefficient_schedule("quintic", 5))
@@ -76,7 +81,7 @@ def test_every_update_equals_the_reference(ranks: Ranks, name: str) -> None:
 def test_the_table_at_start_says_what_is_split(
     ranks: Ranks, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ranks(RUN.world_size, _shared, RUN)
+    ranks(RUN.world_size, _split_ranks, RUN)
     said = capfd.readouterr().out
     assert " split among " in said
 
@@ -87,7 +92,7 @@ def test_nothing_is_split_unless_asked_for(
     # A threshold goes with more ranks only; here it makes a tiny matrix worth the advice.
     monkeypatch.setattr(support, "stray_setting_problems", lambda settings: [])
     run = replace(RUN, config=replace(SPLIT, split_ranks=1))
-    assert not any(ranks(run.world_size, _shared, run))
+    assert not any(ranks(run.world_size, _split_ranks, run))
     said = capfd.readouterr().out
     assert "dominates the balance; --dmuon-split-ranks 8 would split it among owners" in said
 

@@ -1,4 +1,4 @@
-"""Matrices that several ranks share: panels, who shares what, and what the plan says of it."""
+"""Matrices that several ranks compute: panels, who computes what, and what the plan says of it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.placement import Plan, Sharing, buffer_bytes_of, even_cuts, make_plan
-from megatron_muon.placement.panels import panel_elements, panel_runs, panels
-from megatron_muon.placement.sharing import Candidate, choose_ranks, part_cost
+from megatron_muon.placement import Panels, Plan, Splitting, buffer_bytes_of, even_cuts, make_plan
+from megatron_muon.placement.regions import panels
+from megatron_muon.placement.splitting import Candidate, choose_ranks, part_cost
 from tests.distributed.prescribed import Whole
 from tests.unit.placement.stages import (
     UNBOUNDED,
@@ -23,10 +23,11 @@ from tests.unit.placement.stages import (
     stage_of,
     stored,
     whole_matrices,
+    whole_method,
 )
 
 
-def sharing(**changes: Any) -> Sharing:
+def splitting(**changes: Any) -> Splitting:
     """Parts of k cost a k-th, rounded up; three messages."""
     values: dict[str, Any] = {
         "most_ranks": 4,
@@ -36,7 +37,7 @@ def sharing(**changes: Any) -> Sharing:
         "scalar_itemsize": 4,
         "min_flops": 0,
     }
-    return Sharing(**(values | changes))
+    return Splitting(**(values | changes))
 
 
 def plan_of(stage: Stage, *, buffer_bytes: int = UNBOUNDED, **changes: Any) -> Plan:
@@ -45,11 +46,9 @@ def plan_of(stage: Stage, *, buffer_bytes: int = UNBOUNDED, **changes: Any) -> P
         group=stage.group,
         parameters=stage.parameters,
         matrices=stage.matrices,
-        cost=cost,
-        itemsize=4,
+        method=whole_method(changes.get("itemsize", 4), splitting=splitting(**changes)),
         buffer_bytes=buffer_bytes,
         ranks_per_node=nodes,
-        sharing=sharing(**changes),
     )
 
 
@@ -69,26 +68,33 @@ def test_panels_get_every_element_once_from_where_it_is_stored(tp: int, dp: int,
     matrices = whole_matrices(stage, wholes)
     ranges = {p.name: p.ranges for p in stage.parameters}
     plan = stage.plan()
-    for matrix, runs in zip(plan.matrices, plan.gathers, strict=True):
+    for matrix, scheme in zip(plan.matrices, plan.schemes, strict=True):
         expected = matrices[matrix.name]
         for count in (1, 2, 3, 7):
             cut = panels(matrix.shape, count)
             assert sum(panel.numel for panel in cut) == expected.numel()
             for panel in cut:
                 found = torch.full((panel.rows, panel.cols), -1)
-                for segment in runs:
-                    local = stored(stage, wholes, segment.rank)[matrix.parameter]
-                    first = ranges[matrix.parameter][segment.rank // tp][0]
-                    pieces = list(panel_runs(segment, panel))
-                    assert sum(p.rows * p.cols for p in pieces) == panel_elements(segment, panel)
+                for share in scheme.shares:
+                    if not share.is_source:
+                        continue
+                    local = stored(stage, wholes, share.rank)[matrix.parameter]
+                    first = ranges[matrix.parameter][share.rank // tp][0]
+                    pieces = list(share.pieces(panel))
+                    assert sum(p.numel for p in pieces) == share.elements_in(panel)
                     for p in pieces:
-                        at = p.start - first
                         size, stride = (p.rows, p.cols), (p.stride, 1)
-                        target = found[p.row : p.row + p.rows, p.col : p.col + p.cols]
+                        row, col = p.row - panel.row, p.col - panel.col
+                        target = found[row : row + p.rows, col : col + p.cols]
                         assert (target == -1).all()
-                        target.copy_(local.as_strided(size, stride, at))
-                rows = slice(panel.row, panel.row + panel.rows)
-                assert torch.equal(found, expected[rows, panel.col : panel.col + panel.cols])
+                        target.copy_(local.as_strided(size, stride, p.start - first))
+                assert torch.equal(found, expected[panel.row_slice, panel.col_slice])
+
+
+def in_parts(plan: Plan) -> dict[str, Panels]:
+    """The matrices that several ranks compute, by name."""
+    pairs = zip(plan.matrices, plan.schemes, strict=True)
+    return {m.name: scheme for m, scheme in pairs if isinstance(scheme, Panels)}
 
 
 def candidates(*costs: int) -> list[Candidate]:
@@ -108,12 +114,12 @@ def chosen(
         known,
         ranks=ranks,
         ranks_per_node=per_node or ranks,
-        sharing=sharing(**(flops | changes)),
+        splitting=splitting(**(flops | changes)),
         buffer_bytes=UNBOUNDED,
     ).ranks
 
 
-def test_what_is_above_the_mean_is_shared_and_no_more_than_helps() -> None:
+def test_what_is_above_the_mean_is_split_and_no_more_than_helps() -> None:
     """One of 100, seven of 20, four ranks: 60 on each are 25, 20, and parts of three of 20."""
     found = chosen(100, *[20] * 7, ranks=4)
     assert len(found[0]) == 4
@@ -125,7 +131,7 @@ def test_what_is_above_the_mean_is_shared_and_no_more_than_helps() -> None:
     assert max(loads) == 60
 
 
-def test_nothing_is_shared_where_owners_are_even() -> None:
+def test_nothing_is_split_where_owners_are_even() -> None:
     assert all(len(ranks) == 1 for ranks in chosen(*[50] * 8, ranks=4))
 
 
@@ -143,7 +149,7 @@ def test_equal_matrices_may_have_different_numbers_of_parts() -> None:
         candidates(12, 12, 2, 2, 2, 2),
         ranks=7,
         ranks_per_node=7,
-        sharing=sharing(flops=lambda m, n, parts, number: part_of_12[parts], min_flops=3),
+        splitting=splitting(flops=lambda m, n, parts, number: part_of_12[parts], min_flops=3),
         buffer_bytes=UNBOUNDED,
     )
     assert sorted(len(ranks) for ranks in found.ranks) == [1, 1, 1, 1, 3, 4]
@@ -154,7 +160,7 @@ def test_equal_matrices_may_have_different_numbers_of_parts() -> None:
     assert max(loads) == 6
 
 
-def test_a_small_matrix_is_not_shared() -> None:
+def test_a_small_matrix_is_not_split() -> None:
     assert {len(r) for r in chosen(100, ranks=8, min_flops=101)} == {1}
     assert {len(r) for r in chosen(100, ranks=8, min_flops=100)} == {4}
 
@@ -164,7 +170,7 @@ def test_messages_that_take_longer_than_they_save_are_not_sent() -> None:
     assert {len(r) for r in chosen(100, ranks=8, flops_per_byte=1)} == {1}
     one = candidates(100)[0]
     costs = [
-        part_cost(one, sharing(flops=lambda m, n, k, j: 100 // k, flops_per_byte=f), 2)
+        part_cost(one, splitting(flops=lambda m, n, k, j: 100 // k, flops_per_byte=f), 2)
         for f in (0, 1, 2)
     ]
     assert costs[0] == 50
@@ -186,10 +192,10 @@ LARGE = [
 @pytest.mark.parametrize(("tp", "dp"), [(1, 4), (2, 2), (2, 3)])
 def test_a_plan_has_a_matrix_whole_or_in_parts(tp: int, dp: int) -> None:
     plan = plan_of(stage_of(LARGE, tp=tp, dp=dp))
-    assert [plan.matrices[s.index].name for s in plan.shared] == ["layers.0.large"]
-    in_waves = [index for wave in plan.waves for index in wave]
-    assert sorted(in_waves + [s.index for s in plan.shared]) == list(range(len(plan.matrices)))
-    (matrix,) = plan.shared
+    assert list(in_parts(plan)) == ["layers.0.large"]
+    in_waves = [index for wave in (*plan.main.waves, *plan.split.waves) for index in wave]
+    assert sorted(in_waves) == list(range(len(plan.matrices)))
+    (matrix,) = in_parts(plan).values()
     assert len(set(matrix.ranks)) == len(matrix.ranks) == 4
     assert sum(load.matrices for load in plan.loads) == len(plan.matrices)
     reached, bound = plan.balance
@@ -199,12 +205,12 @@ def test_a_plan_has_a_matrix_whole_or_in_parts(tp: int, dp: int) -> None:
 def test_no_rank_has_two_parts_in_one_wave() -> None:
     entries = [Whole(name=f"layers.{i}.large", shape=(64, 64), tp_dim=0) for i in range(3)]
     plan = plan_of(stage_of(entries, tp=1, dp=5))
-    assert plan.shared
-    for wave in plan.shared_waves:
-        ranks = [rank for position in wave for rank in plan.shared[position].ranks]
+    assert in_parts(plan)
+    for wave in plan.split.waves:
+        ranks = [rank for index in wave for rank in plan.schemes[index].ranks]
         assert len(ranks) == len(set(ranks))
-    positions = sorted(position for wave in plan.shared_waves for position in wave)
-    assert positions == list(range(len(plan.shared)))
+    indices = sorted(index for wave in plan.split.waves for index in wave)
+    assert [plan.matrices[index].name for index in indices] == list(in_parts(plan))
 
 
 def test_a_bound_on_buffers_is_kept_or_told() -> None:
@@ -227,7 +233,7 @@ def test_a_bound_on_buffers_is_kept_or_told() -> None:
         raise AssertionError("no bound was too small")
 
 
-def test_sharing_is_part_of_the_digest() -> None:
+def test_splitting_is_part_of_the_digest() -> None:
     stage = stage_of(LARGE, tp=2, dp=2)
     digests = {
         plan_of(stage).digest,

@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 
-from megatron_muon.placement.balance import assign_owners
+from megatron_muon.placement.owners import Work, assign_ranks
 from tests.distributed.prescribed import Whole, gate_up, units
 from tests.unit.placement.stages import stage_of
 
@@ -22,12 +22,16 @@ def _owners(
     held: Sequence[Mapping[int, int]] | None = None,
     names: Sequence[str] | None = None,
 ) -> tuple[int, ...]:
-    return assign_owners(
-        names=names or [f"m{i:02}" for i in range(len(costs))],
-        costs=costs,
-        held=held or [{} for _ in costs],
-        ranks=ranks,
-    )
+    works = [
+        Work(name=name, cost=cost, held=pieces)
+        for name, cost, pieces in zip(
+            names or [f"m{i:02}" for i in range(len(costs))],
+            costs,
+            held or [{} for _ in costs],
+            strict=True,
+        )
+    ]
+    return tuple(owner for (owner,) in assign_ranks(works, ranks=ranks))
 
 
 def _loads(owners: Sequence[int], costs: Sequence[int], ranks: int) -> list[int]:
@@ -105,11 +109,11 @@ def test_owners_do_not_depend_on_the_order_given(seed: int) -> None:
     expected = dict(zip(names, _owners(costs, ranks, held), strict=True))
     order = list(range(len(costs)))
     random.Random(seed).shuffle(order)
-    found = assign_owners(
-        names=[names[i] for i in order],
-        costs=[costs[i] for i in order],
-        held=[held[i] for i in order],
-        ranks=ranks,
+    found = _owners(
+        [costs[i] for i in order],
+        ranks,
+        [held[i] for i in order],
+        [names[i] for i in order],
     )
     assert dict(zip([names[i] for i in order], found, strict=True)) == expected
 
@@ -233,5 +237,7 @@ def test_time_and_memory_are_balanced_on_dense_and_moe_shapes(
         owned[owner] += matrix.numel
     even = sum(owned) / plan.group.size
     assert max(owned) <= 1.2 * even
-    assert max(load.sent_bytes for load in plan.loads) <= 1.3 * 2 * even * plan.itemsize
-    assert max(load.received_bytes for load in plan.loads) <= 1.3 * 2 * even * plan.itemsize
+    assert max(load.sent_bytes for load in plan.loads) <= 1.3 * 2 * even * plan.itemsizes["source"]
+    assert (
+        max(load.received_bytes for load in plan.loads) <= 1.3 * 2 * even * plan.itemsizes["source"]
+    )
