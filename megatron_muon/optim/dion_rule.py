@@ -78,8 +78,9 @@ class OrthDionRule:
         return (
             f"update: {self.scale_mode} scale x {self.extra_scale_factor:.15g}{compensated}, "
             f"rank {self.rank_fraction:.15g} of the smaller side in multiples of "
-            f"{self.rank_multiple_of}, right factor {self.right_factor}, computed and exchanged in fp32; momentum "
-            f"{self.momentum:.15g}, V kept in {dtype_name(self.state_dtype)}"
+            f"{self.rank_multiple_of}, right factor {self.right_factor}, computed and "
+            f"exchanged in fp32; momentum {self.momentum:.15g}, V kept in "
+            f"{dtype_name(self.state_dtype)}"
         )
 
     def rank(self, m: int, n: int) -> int:
