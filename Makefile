@@ -3,7 +3,7 @@
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint benchmark support-matrix clean
+.PHONY: help setup demo test test-fast lint benchmark support-matrix flag-reference clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ support-matrix: export OMP_NUM_THREADS := 1
 support-matrix: setup ## train every model at every layout and put the table into the README
 	$(PY) -m pytest -q tests/distributed/test_layouts.py
 	$(PY) tools/support_matrix.py
+
+flag-reference: setup ## write docs/flags.md from the table in megatron_muon/config.py
+	$(PY) tools/flag_reference.py
 
 clean: ## remove .venv, caches and what the demo wrote
 	rm -rf .venv demo_output benchmark_output build dist *.egg-info \

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,37 +13,16 @@ import torch
 
 from megatron_muon.checkpoint.errors import CheckpointError
 from megatron_muon.checkpoint.reading import CommonState
-from megatron_muon.config import SCALE_MODE, MatrixConfig
+from megatron_muon.config import OPTIMIZERS, Flag, MatrixConfig
+from megatron_muon.flags import FLAGS, add_flag, read_settings, value_problems
 from megatron_muon.linalg import STATE_DTYPES
-from megatron_muon.matrices import Rule, load_rules, parse_rule
+from megatron_muon.matrices import Rule
 
 TARGETS = ("adam", "dmuon", "orth_dion", "muon")
 """Optimizers to convert to; ``muon`` is megatron-core's own, layer-wise."""
 
-_FLAGS: Mapping[str, tuple[str, str]] = {
-    # destination of the flag, as in Megatron's saved arguments -> (field of MatrixConfig, flag)
-    "muon_split_qkv": ("split_qkv", "--muon-no-split-qkv"),
-    "matrix_split_gate_up": ("split_gate_up", "--matrix-no-split-gate-up"),
-    "matrix_split_mla": ("split_mla", "--matrix-no-split-mla"),
-    "matrix_split_ssm": ("split_ssm", "--matrix-no-split-ssm"),
-    "matrix_split_heads": ("split_heads", "--matrix-split-heads"),
-    "matrix_min_dim": ("min_dim", "--matrix-min-dim"),
-    "orth_dion_rank_fraction": ("rank_fraction", "--orth-dion-rank-fraction"),
-    "orth_dion_rank_multiple_of": ("rank_multiple_of", "--orth-dion-rank-multiple-of"),
-    "orth_dion_momentum": ("momentum", "--orth-dion-momentum"),
-    "orth_dion_state_dtype": ("state_dtype", "--orth-dion-state-dtype"),
-}
-
-
-_MATRIX_FLAGS: Mapping[str, str] = {
-    "matrix_rule": "--matrix-rule",
-    "matrix_rules": "--matrix-rules",
-    **{dest: flag for dest, (_, flag) in _FLAGS.items() if not dest.startswith("orth_dion")},
-}
-_ORTH_DION_FLAGS: Mapping[str, str] = {
-    "right_factor_start": "--right-factor-start",
-    **{dest: flag for dest, (_, flag) in _FLAGS.items() if dest.startswith("orth_dion")},
-}
+OFFLINE = tuple(flag for flag in FLAGS if flag.offline)
+"""Flags of training that say what is a matrix and how large its factors are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,38 +63,9 @@ def add_matrix_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "as in training", "Default: what the checkpoint's run was given, else training's default."
     )
-    group.add_argument(
-        "--matrix-rule", action="append", default=[], metavar="GLOB:KEY=VALUE,…", help="a rule"
-    )
-    group.add_argument("--matrix-rules", metavar="FILE", help="JSON list of rules")
-    group.add_argument(
-        "--matrix-min-dim", type=int, metavar="N", help="matrices that are thinner go to Adam"
-    )
-    for flag, dest, what in (
-        ("--muon-no-split-qkv", "muon_split_qkv", "the fused QKV weight"),
-        ("--matrix-no-split-gate-up", "matrix_split_gate_up", "gate and up"),
-        ("--matrix-no-split-mla", "matrix_split_mla", "a projection of latent attention"),
-        ("--matrix-no-split-ssm", "matrix_split_ssm", "a packed projection of Mamba"),
-    ):
-        group.add_argument(
-            flag, action="store_false", dest=dest, default=None, help=f"{what} as one matrix"
-        )
-    group.add_argument(
-        "--matrix-split-heads", action="store_true", default=None, help="a matrix for each head"
-    )
-    only = "with --to orth_dion: "
-    group.add_argument(
-        "--orth-dion-rank-fraction", type=float, metavar="X", help=f"{only}rank over smaller side"
-    )
-    group.add_argument(
-        "--orth-dion-rank-multiple-of", type=int, metavar="N", help=f"{only}rank is rounded up to"
-    )
-    group.add_argument(
-        "--orth-dion-momentum", type=float, metavar="X", help=f"{only}factor of the momentum"
-    )
-    group.add_argument(
-        "--orth-dion-state-dtype", choices=tuple(STATE_DTYPES), help=f"{only}element type of V"
-    )
+    for flag in OFFLINE:
+        only = "" if flag.optimizers == OPTIMIZERS else f"With --to {flag.optimizers[0]}: "
+        add_flag(group, flag, default=None, help=only + flag.help)
 
 
 def require_meaning(options: argparse.Namespace, source: str) -> None:
@@ -129,14 +79,12 @@ def require_meaning(options: argparse.Namespace, source: str) -> None:
         CheckpointError: With all such flags.
     """
     target = options.to
-    idle: dict[str, str] = {}
+    idle = {flag.dest: flag.name for flag in OFFLINE if target not in flag.optimizers}
     if target != "orth_dion":
-        idle |= _ORTH_DION_FLAGS
-    if target in ("adam", "muon"):
-        idle |= _MATRIX_FLAGS
+        idle = {"right_factor_start": "--right-factor-start"} | idle
     if target == "adam":
         idle |= {"momentum_start": "--momentum-start", "heavy_ball": "--heavy-ball"}
-    found = [flag for dest, flag in idle.items() if getattr(options, dest) not in (None, [])]
+    found = [flag for dest, flag in idle.items() if getattr(options, dest) is not None]
     why = f"no effect with --to {target}"
     if not found and options.heavy_ball is not None and source == "adam":
         found, why = ["--heavy-ball"], "no effect on Adam's moments, which are averages"
@@ -152,55 +100,35 @@ def matrix_settings(options: argparse.Namespace, common: CommonState) -> MatrixC
     Raises:
         CheckpointError: A rule or a value that does not exist.
     """
-    changes: dict[str, Any] = {}
-    for dest, (field, _) in _FLAGS.items():
-        value = getattr(options, dest, None)
-        if value is None:
-            value = common.argument(dest)
+    given: dict[str, Any] = {}
+    has_rules = options.matrix_rules is not None or options.matrix_rule is not None
+    for flag in _flags_of(options.to):
+        value = getattr(options, flag.dest)
+        if value is None and not (has_rules and flag.field == "rules"):
+            value = common.argument(flag.dest)
+            if flag.dest == "matrix_rules" and value is not None and not Path(value).exists():
+                raise CheckpointError(
+                    f"the checkpoint's run had --matrix-rules {value}, which is not here: name the "
+                    "file."
+                )
         if value is not None:
-            changes[field] = value
-    settings = replace(
-        MatrixConfig(optimizer=options.to, scale_mode=SCALE_MODE.get(options.to, "")),
-        rules=_rules(options, common),
-        **changes,
-    )
-    if not 0.0 < settings.rank_fraction <= 1.0:
-        raise CheckpointError(
-            f"--orth-dion-rank-fraction is {settings.rank_fraction}; it must be in (0, 1]."
-        )
-    if settings.min_dim < 1:
-        raise CheckpointError(f"--matrix-min-dim is {settings.min_dim}; it must be at least 1.")
-    if settings.rank_multiple_of < 1:
-        raise CheckpointError(
-            f"--orth-dion-rank-multiple-of is {settings.rank_multiple_of}; it must be at least 1."
-        )
-    if not 0.0 <= settings.momentum < 1.0:
-        raise CheckpointError(f"--orth-dion-momentum is {settings.momentum}; it must be in [0, 1).")
+            given[flag.dest] = value
+    settings, problems = read_settings(options.to, given)
+    problems += value_problems(settings)
+    if problems:
+        raise CheckpointError(f"{'; '.join(problems)}.")
     return settings
-
-
-def _rules(options: argparse.Namespace, common: CommonState) -> tuple[Rule, ...]:
-    file, texts = options.matrix_rules, list(options.matrix_rule)
-    if file is None and not texts and options.to not in ("adam", "muon"):
-        file = common.argument("matrix_rules")
-        texts = list(common.argument("matrix_rule") or ())
-        if file is not None and not Path(file).exists():
-            raise CheckpointError(
-                f"the checkpoint's run had --matrix-rules {file}, which is not here: name the file."
-            )
-    try:
-        from_file = () if file is None else load_rules(file)
-        return (*from_file, *(parse_rule(text) for text in texts))
-    except ValueError as error:
-        raise CheckpointError(f"{error}.") from error
 
 
 def saved_flags(settings: ConvertSettings) -> dict[str, Any]:
     """Our flags as a run of the target would have saved them."""
-    found = {dest: getattr(settings.matrix, field) for dest, (field, _) in _FLAGS.items()}
-    found["matrix_rules"] = None
-    found["matrix_rule"] = [_text(rule) for rule in settings.matrix.rules]
-    return found
+    found = {flag.dest: getattr(settings.matrix, flag.field) for flag in _flags_of(settings.to)}
+    rules = [_text(rule) for rule in settings.matrix.rules]
+    return found | {"matrix_rules": None, "matrix_rule": rules}
+
+
+def _flags_of(target: str) -> Iterator[Flag]:
+    return (flag for flag in OFFLINE if target in flag.optimizers)
 
 
 def _text(rule: Rule) -> str:

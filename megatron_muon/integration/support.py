@@ -9,16 +9,10 @@ from typing import Any
 import torch
 
 from megatron_muon.config import OPTIMIZERS, MatrixConfig
+from megatron_muon.flags import FLAGS, value_problems
 from megatron_muon.integration.refusals import config_refusals, flag_refusals
-from megatron_muon.integration.stray_flags import MUON_DEFAULTS, stray_setting_problems
-from megatron_muon.linalg import (
-    COMPUTE_POLICIES,
-    EXCHANGE_POLICIES,
-    RIGHT_FACTORS,
-    SCALE_MODES,
-    STATE_DTYPES,
-    coefficient_schedule,
-)
+from megatron_muon.integration.stray_flags import stray_setting_problems
+from megatron_muon.linalg import coefficient_schedule
 from megatron_muon.placement import load_cost_table
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16)
@@ -58,91 +52,17 @@ def flag_problems(args: Any, *, data_parallel_size: int) -> list[str]:
 
 def setting_problems(settings: MatrixConfig) -> list[str]:
     """Values of the matrix optimizer's own settings that are out of range."""
-    flags = "--muon" if settings.optimizer == "dmuon" else "--orth-dion"
-    problems = []
+    problems = value_problems(settings)
     if settings.optimizer not in OPTIMIZERS:
         problems.append(
             f"MatrixConfig.optimizer is '{settings.optimizer}'; supported are "
             f"{', '.join(OPTIMIZERS)}"
-        )
-    if settings.scale_mode not in SCALE_MODES:
-        problems.append(
-            f"{flags}-scale-mode is '{settings.scale_mode}'; supported are {', '.join(SCALE_MODES)}"
-        )
-    if not 0.0 <= settings.momentum < 1.0:
-        problems.append(f"{flags}-momentum is {settings.momentum}; it must be >= 0 and < 1")
-    if settings.optimizer == "orth_dion":
-        problems += _orth_dion_problems(settings)
-    if settings.compute_dtype not in COMPUTE_POLICIES:
-        problems.append(
-            f"--dmuon-compute-dtype is '{settings.compute_dtype}'; supported are "
-            f"{', '.join(COMPUTE_POLICIES)}"
-        )
-    if settings.exchange_dtype not in EXCHANGE_POLICIES:
-        problems.append(
-            f"--dmuon-exchange-dtype is '{settings.exchange_dtype}'; supported are "
-            f"{', '.join(EXCHANGE_POLICIES)}"
-        )
-    if not 0.0 < settings.exchange_buffer_mb * 2**20 < float("inf"):
-        problems.append(
-            f"--matrix-exchange-buffer-mb is {settings.exchange_buffer_mb:.15g}; it must be a "
-            "number > 0"
-        )
-    problems += _placement_problems(settings)
-    if settings.min_dim < 1:
-        problems.append(f"--matrix-min-dim is {settings.min_dim}; it must be an integer >= 1")
-    for flag, value in (
-        ("--matrix-lr", settings.lr),
-        ("--matrix-min-lr", settings.min_lr),
-        ("--matrix-weight-decay", settings.weight_decay),
-        ("--muon-extra-scale-factor", settings.extra_scale_factor),
-    ):
-        if value is not None and not 0.0 <= value < float("inf"):
-            problems.append(f"{flag} is {value}; it must be a number >= 0")
-    return problems
-
-
-def _placement_problems(settings: MatrixConfig) -> list[str]:
-    problems = []
-    if settings.split_ranks < 1:
-        problems.append(
-            f"--dmuon-split-ranks is {settings.split_ranks}; it must be an integer >= 1, and 1 "
-            "splits no matrix"
-        )
-    if not 0.0 <= settings.split_min_gflop < float("inf"):
-        problems.append(
-            f"--dmuon-split-min-gflop is {settings.split_min_gflop:.15g}; it must be a number >= 0"
-        )
-    if settings.ranks_per_node is not None and settings.ranks_per_node < 1:
-        problems.append(
-            f"--matrix-ranks-per-node is {settings.ranks_per_node}; it must be an integer >= 1"
         )
     if settings.cost_table is not None:
         try:
             load_cost_table(settings.cost_table)
         except ValueError as error:
             problems.append(str(error))
-    return problems
-
-
-def _orth_dion_problems(settings: MatrixConfig) -> list[str]:
-    problems = []
-    if not 0.0 < settings.rank_fraction <= 1.0:
-        problems.append(
-            f"--orth-dion-rank-fraction is {settings.rank_fraction:.15g}; it must be > 0 and <= 1"
-        )
-    if settings.rank_multiple_of < 1:
-        problems.append(
-            f"--orth-dion-rank-multiple-of is {settings.rank_multiple_of}; it must be an integer "
-            ">= 1"
-        )
-    for flag, value, choices in (
-        ("right-factor", settings.right_factor, RIGHT_FACTORS),
-        ("exchange", settings.exchange, ("auto", "factors", "matrix")),
-        ("state-dtype", settings.state_dtype, tuple(STATE_DTYPES)),
-    ):
-        if value not in choices:
-            problems.append(f"--orth-dion-{flag} is '{value}'; supported are {', '.join(choices)}")
     return problems
 
 
@@ -181,16 +101,8 @@ def learning_rate_problems(
     ]
 
 
-MUON_FIELDS = {
-    "muon_momentum": "momentum",
-    "muon_nesterov": "nesterov",
-    "muon_scale_mode": "scale_mode",
-    "muon_extra_scale_factor": "extra_scale_factor",
-    "muon_coefficient_type": "coefficient_type",
-    "muon_num_ns_steps": "num_ns_steps",
-    "muon_split_qkv": "split_qkv",
-}
-"""Fields of Megatron's ``OptimizerConfig`` that are ours in ``MatrixConfig``."""
+MUON_FLAGS = tuple(flag for flag in FLAGS if flag.is_megatrons)
+"""Flags whose destinations are fields of Megatron's ``OptimizerConfig``, too."""
 
 
 def settings_of(config: Any, matrix_config: MatrixConfig | None) -> MatrixConfig:
@@ -202,26 +114,26 @@ def settings_of(config: Any, matrix_config: MatrixConfig | None) -> MatrixConfig
     """
     if matrix_config is not None:
         return matrix_config
-    return MatrixConfig(**{ours: getattr(config, theirs) for theirs, ours in MUON_FIELDS.items()})
+    return MatrixConfig(**{flag.field: getattr(config, flag.dest) for flag in MUON_FLAGS})
 
 
 def _muon_problems(config: Any, settings: MatrixConfig) -> Iterator[str]:
     """What Megatron's configuration says of muon, where the settings say something else."""
     defaults = {f.name: f.default for f in fields(config)}
-    for theirs, ours in MUON_FIELDS.items():
-        value, set_to = getattr(config, theirs), getattr(settings, ours)
+    for flag in MUON_FLAGS:
+        value, set_to = getattr(config, flag.dest), getattr(settings, flag.field)
         # The command line has another default of the momentum than the class.
-        if value in (defaults[theirs], MUON_DEFAULTS.get("--" + theirs.replace("_", "-"))):
+        if value in (defaults[flag.dest], flag.default):
             continue
-        if settings.optimizer == "orth_dion" and ours != "split_qkv":
+        if settings.optimizer not in flag.optimizers:
             yield (
-                f"OptimizerConfig.{theirs} is {value!r}; it has no effect on orth_dion: set it to "
-                f"{defaults[theirs]!r}"
+                f"OptimizerConfig.{flag.dest} is {value!r}; it has no effect on "
+                f"{settings.optimizer}: set it to {defaults[flag.dest]!r}"
             )
         elif value != set_to:
             yield (
-                f"OptimizerConfig.{theirs} is {value!r} and MatrixConfig.{ours} is {set_to!r}: "
-                "set MatrixConfig's, or give no MatrixConfig"
+                f"OptimizerConfig.{flag.dest} is {value!r} and MatrixConfig.{flag.field} is "
+                f"{set_to!r}: set MatrixConfig's, or give no MatrixConfig"
             )
 
 

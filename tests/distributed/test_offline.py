@@ -220,7 +220,7 @@ def _flip(folder: Path) -> None:
         (None, ("--matrix-rule", "nonsense"), "a rule needs a pattern"),
         (None, ("--step", "7"), "there is no iter_0000007"),
         (None, ("--matrix-min-dim", "4096"), "no parameter is a matrix"),
-        (None, ("--orth-dion-rank-fraction", "2"), "must be in (0, 1]"),
+        (None, ("--orth-dion-rank-fraction", "2"), "must be > 0 and <= 1"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

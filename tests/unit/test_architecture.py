@@ -30,8 +30,9 @@ ALLOWED = {
     "placement": {"matrices", "linalg"},
     "exchange": {"placement", "matrices"},
     "optim": {"linalg", "exchange", "placement", "matrices"},
-    "checkpoint": {"matrices", "config", "linalg", "optim"},
+    "checkpoint": {"matrices", "config", "flags", "linalg", "optim"},
     "config": {"matrices"},
+    "flags": {"config", "linalg", "matrices"},
     "integration": {
         "linalg",
         "matrices",
@@ -40,6 +41,7 @@ ALLOWED = {
         "optim",
         "checkpoint",
         "config",
+        "flags",
     },
     "cpu": set(),
     "benchmark": {"linalg", "placement"},

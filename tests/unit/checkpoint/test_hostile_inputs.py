@@ -20,12 +20,21 @@ import torch
 from megatron_muon.checkpoint import __main__ as command_line
 from megatron_muon.checkpoint.convert_command import write_output
 from megatron_muon.checkpoint.errors import CheckpointError
-from megatron_muon.checkpoint.reading import Checkpoint
-from megatron_muon.checkpoint.safe_pickle import load_pickle
-from megatron_muon.checkpoint.settings import TARGETS, parse_version, require_meaning
+from megatron_muon.checkpoint.reading import Checkpoint, CommonState
+from megatron_muon.checkpoint.safe_pickle import Loaded, load_pickle
+from megatron_muon.checkpoint.settings import (
+    TARGETS,
+    ConvertSettings,
+    matrix_settings,
+    parse_version,
+    require_meaning,
+    saved_flags,
+)
 from megatron_muon.checkpoint.torch_files import read_torch_file
 from megatron_muon.checkpoint.verification import compare
 from megatron_muon.checkpoint.writing import check_target, write_checkpoint
+from megatron_muon.config import MatrixConfig
+from megatron_muon.matrices import Rule
 from tests.unit.checkpoint.small_output import WHOLE, output
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -296,6 +305,52 @@ def test_flags_that_change_nothing_are_refused(target: str, flags: list[str], sa
     with pytest.raises(CheckpointError, match=f"^{said}.* has no effect .*; leave it out"):
         require_meaning(_convert("--to", target, *flags), "adam")
     require_meaning(_convert("--to", "dmuon", "--heavy-ball", "0.9"), "muon")
+
+
+def _settings_of(saved: dict[str, Any], *flags: str) -> MatrixConfig:
+    """What ``convert --to orth_dion`` makes of flags and of the arguments of the run that saved."""
+    common = Loaded(value={"args": argparse.Namespace(**saved)}, inert=frozenset())
+    return matrix_settings(
+        _convert("--to", "orth_dion", *flags), CommonState(in_file=True, loaded=common)
+    )
+
+
+def test_flags_come_before_the_saved_ones_and_are_saved_again() -> None:
+    saved = {"matrix_min_dim": 8, "orth_dion_momentum": 0.5, "matrix_rule": ["a:split=none"]}
+    found = _settings_of(saved, "--orth-dion-momentum", "0.25", "--muon-no-split-qkv")
+    assert found == MatrixConfig(
+        optimizer="orth_dion",
+        min_dim=8,
+        momentum=0.25,
+        split_qkv=False,
+        rules=(Rule(pattern="a", split="none"),),
+    )
+    again = saved_flags(ConvertSettings(to="orth_dion", matrix=found))
+    assert _settings_of(again) == found
+    assert _settings_of(saved, "--matrix-rule", "b:lr_mult=2").rules == (
+        Rule(pattern="b", lr_mult=2.0),
+    )
+
+
+@pytest.mark.parametrize(
+    ("saved", "flags", "sentence"),
+    [
+        ({"matrix_min_dim": "many"}, (), "--matrix-min-dim is 'many'; it must be an integer >= 1."),
+        ({"orth_dion_state_dtype": "fp8"}, (), "--orth-dion-state-dtype is 'fp8'; supported are"),
+        ({"matrix_split_heads": "no"}, (), "--matrix-split-heads is 'no'; supported are True, "),
+        ({"matrix_rules": "/gone.json"}, (), "had --matrix-rules /gone.json, which is not here"),
+        (
+            {"orth_dion_momentum": 1.0},
+            ("--matrix-min-dim", "0", "--matrix-rule", "x"),
+            "(?s)a rule needs a pattern.*min-dim is 0; it.*-momentum is 1.0; it must be >= 0 and <",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_together(
+    saved: dict[str, Any], flags: tuple[str, ...], sentence: str
+) -> None:
+    with pytest.raises(CheckpointError, match=sentence):
+        _settings_of(saved, *flags)
 
 
 @pytest.mark.parametrize("text", ["new", "0", "0.4"])

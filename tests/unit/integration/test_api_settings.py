@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megatron_muon.config import MatrixConfig
+from megatron_muon.flags import FLAGS
 from megatron_muon.integration import refusals
 from megatron_muon.integration.refusals import REFUSALS, USED, Refusal
-from megatron_muon.integration.stray_flags import MUON_DEFAULTS, OWN
 from megatron_muon.integration.support import (
-    MUON_FIELDS,
+    MUON_FLAGS,
     config_problems,
     model_problems,
     settings_of,
@@ -136,6 +136,9 @@ MUON = {
 }
 
 
+MUON_FIELDS = {flag.dest: flag.field for flag in MUON_FLAGS}
+
+
 def test_megatrons_settings_of_muon_are_used(configs: dict[str, Any]) -> None:
     config = replace(configs["optimizer"], **MUON)
     assert _problems(configs, **MUON) == []
@@ -198,9 +201,7 @@ def test_settings_of_the_other_optimizer_are_refused(
 
 def test_every_setting_of_one_optimizer_has_a_case_above() -> None:
     for optimizer, other in (("dmuon", "orth_dion"), ("orth_dion", "dmuon")):
-        flags = {**OWN[other], **(MUON_DEFAULTS if other == "dmuon" else {})}
-        prefixes = ("--dmuon-", "--orth-dion-", "--muon-")
-        names = {f.removeprefix(p).replace("-", "_") for f in flags for p in prefixes if p in f}
+        names = {flag.field for flag in FLAGS if flag.optimizers == (other,)}
         both = {"momentum", "scale_mode", "extra_scale_factor"}
         assert names - both == set(OF_OTHERS[optimizer])
 
