@@ -136,9 +136,9 @@ def setting[T](default: T, help: str, *flags: Flag) -> T:
 class MatrixConfig:
     """Settings of the matrix optimizer.
 
-    Each field has the help of its flag beside it; a flag with ``no`` in its name turns the field
-    off. A setting whose flags are those of one optimizer is refused with the other. What
-    ``--optimizer`` is on the command line is ``optimizer`` here: ``dmuon`` or ``orth_dion``.
+    Each field has the help of its flag beside it (all are listed in ``docs/flags.md``); a flag with
+    ``no`` in its name turns the field off. ``optimizer`` is ``dmuon`` or ``orth_dion``; a setting
+    whose flags are those of one of them is refused with the other.
     """
 
     optimizer: str = "dmuon"

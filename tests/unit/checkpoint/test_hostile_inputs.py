@@ -307,12 +307,10 @@ def test_flags_that_change_nothing_are_refused(target: str, flags: list[str], sa
     require_meaning(_convert("--to", "dmuon", "--heavy-ball", "0.9"), "muon")
 
 
-def _settings_of(saved: dict[str, Any], *flags: str) -> MatrixConfig:
-    """What ``convert --to orth_dion`` makes of flags and of the arguments of the run that saved."""
+def _settings_of(saved: dict[str, Any], *flags: str, to: str = "orth_dion") -> MatrixConfig:
+    """What ``convert`` makes of flags and of the arguments of the run that saved."""
     common = Loaded(value={"args": argparse.Namespace(**saved)}, inert=frozenset())
-    return matrix_settings(
-        _convert("--to", "orth_dion", *flags), CommonState(in_file=True, loaded=common)
-    )
+    return matrix_settings(_convert("--to", to, *flags), CommonState(in_file=True, loaded=common))
 
 
 def test_flags_come_before_the_saved_ones_and_are_saved_again() -> None:
@@ -327,9 +325,17 @@ def test_flags_come_before_the_saved_ones_and_are_saved_again() -> None:
     )
     again = saved_flags(ConvertSettings(to="orth_dion", matrix=found))
     assert _settings_of(again) == found
-    assert _settings_of(saved, "--matrix-rule", "b:lr_mult=2").rules == (
-        Rule(pattern="b", lr_mult=2.0),
-    )
+    # A rule on the command line stands for all saved ones, also those of a file.
+    other = _settings_of({**saved, "matrix_rules": "/gone.json"}, "--matrix-rule", "b:lr_mult=2")
+    assert other.rules == (Rule(pattern="b", lr_mult=2.0),)
+
+
+def test_saved_flags_of_the_other_optimizer_are_neither_read_nor_replaced() -> None:
+    saved = {"matrix_min_dim": 8, "orth_dion_momentum": 0.5, "orth_dion_rank_fraction": 0.125}
+    found = _settings_of(saved, to="dmuon")
+    assert found == MatrixConfig(min_dim=8)
+    again = saved_flags(ConvertSettings(to="dmuon", matrix=found))
+    assert again["matrix_min_dim"] == 8 and not again.keys() & {*saved} - {"matrix_min_dim"}
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,16 @@ def test_every_setting_of_one_optimizer_has_a_case_above() -> None:
         assert names - both == set(OF_OTHERS[optimizer])
 
 
+def test_an_optimizer_that_does_not_exist_is_refused_with_what_both_refuse(
+    configs: dict[str, Any],
+) -> None:
+    problems = _problems(configs, MatrixConfig(optimizer="muon", min_dim=0, nesterov=True))
+    assert problems == [
+        "--matrix-min-dim is 0; it must be an integer >= 1",
+        "MatrixConfig.optimizer is 'muon'; supported are dmuon, orth_dion",
+    ]
+
+
 def test_a_threshold_without_splitting_is_refused(configs: dict[str, Any]) -> None:
     (problem,) = _problems(configs, MatrixConfig(split_min_gflop=1.0))
     assert problem.startswith("--dmuon-split-min-gflop has no effect without --dmuon-split-ranks")
