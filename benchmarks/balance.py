@@ -199,7 +199,6 @@ def _loads(
         ranks=owners,
         ranks_per_node=min(owners, RANKS_PER_NODE),
         splitting=splitting,
-        buffer_bytes=1 << 40,
     )
     loads = [0] * owners
     for candidate, ranks in zip(candidates, chosen.ranks, strict=True):

@@ -9,7 +9,8 @@ import logging
 from typing import Any
 
 
-def _mark_norms_under_sequence_parallel() -> None:
+def mark_norms_under_sequence_parallel() -> None:
+    """Let torch's norms stand in for Transformer Engine's under sequence parallelism."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     original = WrappedTorchNorm.__new__
@@ -96,7 +97,7 @@ def _expect_cpu_draws_in_forked_rng() -> None:
 
 def install() -> None:
     """Import Megatron and put the stand-ins into it."""
-    _mark_norms_under_sequence_parallel()
+    mark_norms_under_sequence_parallel()
     _use_the_compiled_dataset_helpers()
     _fork_the_checkpoint_queue()
     _fork_the_checkpoint_worker()

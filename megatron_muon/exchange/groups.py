@@ -22,17 +22,21 @@ def neighbours_on_a_node(
     Returns:
         Their number; that of all where it differs from node to node. The same on every rank.
     """
-    here = dist.get_rank()
-    # Ranks of a grid: a step along one axis is the same step anywhere.
-    members = [
-        by_dp + by_tp - here
-        for by_dp in dist.get_process_group_ranks(dp_group)
-        for by_tp in dist.get_process_group_ranks(tp_group)
-    ]
+    members = _members(tp_group, dp_group)
     runs = [len(list(run)) for _, run in groupby(rank // ranks_per_node for rank in members)]
     first, last = runs[0], runs[-1]
     is_regular = set(runs[:-1]) <= {first} and last <= first
     return first if is_regular else len(members)
+
+
+def _members(tp_group: dist.ProcessGroup, dp_group: dist.ProcessGroup) -> list[int]:
+    """Ranks of the world in the exchange group: a step along an axis is the same everywhere."""
+    here = dist.get_rank()
+    return [
+        by_dp + by_tp - here
+        for by_dp in dist.get_process_group_ranks(dp_group)
+        for by_tp in dist.get_process_group_ranks(tp_group)
+    ]
 
 
 def exchange_group(
@@ -55,8 +59,7 @@ def exchange_group(
         return dp_group
     if dp_group.size() == 1:
         return tp_group
-    neighbours = gather_objects(dist.get_process_group_ranks(tp_group), dp_group)
-    members = [rank for ranks in neighbours for rank in ranks]
+    members = _members(tp_group, dp_group)
     fits = existing is not None and dist.get_process_group_ranks(existing) == members
     # Only the first rank of a group names it: what is gathered grows with the world, not with
     # world times group size.

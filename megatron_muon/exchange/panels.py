@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from typing import Protocol
 
 import torch
@@ -19,16 +19,16 @@ class Request(Protocol):
         """``scalars``, ``partials`` or ``rows``."""
 
     @property
-    def tensor(self) -> torch.Tensor:
-        """(2,) for scalars, otherwise (m, m) with m the smaller side of the matrix."""
+    def sent(self) -> torch.Tensor:
+        """A part for each of them, in their order, itself included; 1-D."""
+
+    @property
+    def received(self) -> torch.Tensor:
+        """Where a part of each of them goes; 1-D."""
 
 
-PanelWorker = Generator[Request, Sequence[torch.Tensor], torch.Tensor]
-"""Yields requests, takes answers, returns the updated panel.
-
-The answer to ``scalars`` is every rank's tensor, to ``partials`` every rank's part of the own block
-row, each until the next request; ``rows`` are written into the tensor.
-"""
+PanelWorker = Generator[Request, None, torch.Tensor]
+"""Yields requests, goes on when they have been exchanged, returns the updated panel."""
 
 
 def take_panel(mail: Mailbox, scheme: Panels, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -48,70 +48,31 @@ def pass_requests(mail: Mailbox, *, after: int = 0) -> Iterator[Flight]:
 
 
 def serve(
-    mail: Mailbox, scheme: Panels, rank: int, worker: PanelWorker
+    mail: Mailbox, scheme: Panels, worker: PanelWorker
 ) -> Generator[Flight, None, torch.Tensor]:
-    """Run a worker to its end, and send what it requests.
+    """Run a worker to its end, and exchange what it requests.
 
     Args:
         mail: The wave.
         scheme: The matrix.
-        rank: This rank in the exchange group.
         worker: Computes this rank's panel.
 
     Returns:
         The updated panel.
     """
-    matrix, number = mail.program.part, scheme.ranks.index(rank)
-    assert matrix is not None
-    asked = next(worker)
     for where, kind in zip(_requests(mail), scheme.requests, strict=False):
-        assert asked.kind == kind, "a worker requests another message than planned"
-        for other, partner in enumerate(scheme.ranks):
-            if other != number:
-                source = _sent(asked, scheme, number, other)
-                mail.outgoing(where, matrix, partner).view(source.shape).copy_(source)
-        yield from mail.exchange(where)
-        answers = [
-            _answer(asked, scheme, number, other, mail.incoming(where, matrix, partner))
-            if other != number
-            else _own(asked, scheme, number)
-            for other, partner in enumerate(scheme.ranks)
-        ]
-        try:
-            asked = worker.send([] if kind == "rows" else answers)
-        except StopIteration as stopped:
-            update: torch.Tensor = stopped.value
-            yield from pass_requests(mail, after=len(scheme.requests))
-            return update
-    raise AssertionError("a worker requests more messages than planned")
+        request = next(worker)
+        assert request.kind == kind, "a worker requests another message than planned"
+        yield from mail.send(where, request.sent, request.received)
+    try:
+        next(worker)
+    except StopIteration as stopped:
+        update: torch.Tensor = stopped.value
+    else:
+        raise AssertionError("a worker requests more messages than planned")
+    yield from pass_requests(mail, after=len(scheme.requests))
+    return update
 
 
 def _requests(mail: Mailbox) -> list[Round]:
     return [where for where in mail.program.messages if where not in (SOURCE, UPDATE)]
-
-
-def _rows(scheme: Panels, number: int) -> slice:
-    return slice(*scheme.rows[number])
-
-
-def _sent(asked: Request, scheme: Panels, number: int, other: int) -> torch.Tensor:
-    """What another rank is to get."""
-    if asked.kind == "scalars":
-        return asked.tensor
-    return asked.tensor[_rows(scheme, other if asked.kind == "partials" else number)]
-
-
-def _own(asked: Request, scheme: Panels, number: int) -> torch.Tensor:
-    return asked.tensor if asked.kind == "scalars" else asked.tensor[_rows(scheme, number)]
-
-
-def _answer(
-    asked: Request, scheme: Panels, number: int, other: int, received: torch.Tensor
-) -> torch.Tensor:
-    """What another rank has sent; block rows are written into the tensor."""
-    if asked.kind == "scalars":
-        return received
-    if asked.kind == "partials":
-        return received.view(asked.tensor[_rows(scheme, number)].shape)
-    target = asked.tensor[_rows(scheme, other)]
-    return target.copy_(received.view(target.shape))

@@ -18,7 +18,6 @@ from megatron_muon.integration.plan_warnings import family_name, plan_warnings
 from megatron_muon.integration.routes import RoutedParameter
 from megatron_muon.optim import MatrixRule
 from megatron_muon.placement import Plan
-from megatron_muon.placement.schemes import SOURCE
 
 MIB = 2**20
 
@@ -292,7 +291,7 @@ def _traffic(settings: MatrixConfig, plan: Plan, buffers: Sequence[Any]) -> str:
     if any(scheme.factors for scheme in plan.schemes):
         if dmuon := max(plan.whole_matrix_bytes()):
             compared.append(f"{sent / dmuon:.2f} x what dmuon's exchange sends")
-        by_factors = sum(not scheme.sends_elements(SOURCE) for scheme in plan.schemes)
+        by_factors = sum(not scheme.assembles for scheme in plan.schemes)
         schemes = f" (factors of {by_factors}, the others whole)"
     return (
         f"exchange{schemes}: at most {sent / MIB:.2f} MiB sent by a rank and step"

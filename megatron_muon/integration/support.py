@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_muon.config import OPTIMIZERS, MatrixConfig
 from megatron_muon.flags import FLAGS, value_problems
@@ -16,6 +17,8 @@ from megatron_muon.linalg import coefficient_schedule
 from megatron_muon.placement import load_cost_table
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16)
+PARAM_TYPES = (torch.nn.Parameter, FakeTensor)
+"""Parameters that hold their own values; a fake one is that of a dry run."""
 
 
 class ConfigurationError(ValueError):
@@ -178,7 +181,7 @@ def model_problems(model_chunks: Sequence[torch.nn.Module]) -> list[str]:
     kinds: dict[str, str] = {}
     for chunk in model_chunks:
         for name, parameter in chunk.named_parameters():
-            is_plain = type(parameter) is torch.nn.Parameter and parameter.dtype in PARAM_DTYPES
+            is_plain = type(parameter) in PARAM_TYPES and parameter.dtype in PARAM_DTYPES
             if parameter.requires_grad and not is_plain:
                 what = f"{type(parameter).__name__} of {parameter.dtype}"
                 sentence = (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_muon.exchange import Exchange, ExchangeCounters, GroupTransport
-from megatron_muon.linalg import Workspace, small_side_first
+from megatron_muon.linalg import small_side_first
 from megatron_muon.optim import MatrixRange, MatrixRule
 from megatron_muon.placement import Plan, RankLoad
 
@@ -37,16 +37,12 @@ class MatrixUpdate:
         self.rank = group.rank()
         self.owned_state = rule.first_state(plan, self.rank, device)
         self._rule = rule
-        self._workspace = Workspace()
-        # Between steps a GPU's memory is the activations'.
-        self._keeps_memory = device.type == "cpu"
         self._exchange = Exchange(
             plan,
             rank=self.rank,
             transport=GroupTransport(group),
             dtypes=rule.dtypes,
             device=device,
-            keep_buffers=self._keeps_memory,
             small_side_first=small_side_first(device),
         )
 
@@ -66,6 +62,4 @@ class MatrixUpdate:
         Args:
             ranges: For each parameter of the plan this rank's range, None where it owns nothing.
         """
-        self._rule.step(ranges, self._exchange, self.owned_state, self._workspace)
-        if not self._keeps_memory:
-            self._workspace.clear()
+        self._rule.step(ranges, self._exchange, self.owned_state)

@@ -11,17 +11,30 @@ from megatron_muon.linalg.newton_schulz import (
     Segments,
     carried_segments,
     cheapest_segments,
+    columns_at_once,
     newton_schulz,
+    newton_schulz_bytes,
     newton_schulz_flops,
     orthogonalize_,
     standard_segments,
 )
 from megatron_muon.linalg.orthonormal import (
     RIGHT_FACTORS,
+    Basis,
+    Refresh,
     RightFactor,
     dion_flops,
     orthonormal_basis,
     right_factor,
+)
+from megatron_muon.linalg.panel_newton_schulz import (
+    PanelRequest,
+    PanelWork,
+    PanelWorker,
+    orthogonalize_panel_,
+    panel_bytes,
+    panel_flops,
+    panel_requests,
 )
 from megatron_muon.linalg.precision import (
     COMPUTE_POLICIES,
@@ -33,15 +46,7 @@ from megatron_muon.linalg.precision import (
 )
 from megatron_muon.linalg.products import gram, small_side_first
 from megatron_muon.linalg.scales import SCALE_MODES, update_rms, update_scale
-from megatron_muon.linalg.shared_newton_schulz import (
-    PanelRequest,
-    PanelWork,
-    PanelWorker,
-    orthogonalize_panel_,
-    panel_flops,
-    panel_requests,
-)
-from megatron_muon.linalg.workspace import Workspace
+from megatron_muon.linalg.workspace import MemoryPool, Workspace
 
 __all__ = [
     "COEFFICIENT_SETS",
@@ -50,10 +55,13 @@ __all__ = [
     "RIGHT_FACTORS",
     "SCALE_MODES",
     "STATE_DTYPES",
+    "Basis",
     "CoefficientSet",
+    "MemoryPool",
     "PanelRequest",
     "PanelWork",
     "PanelWorker",
+    "Refresh",
     "RightFactor",
     "Schedule",
     "Segments",
@@ -61,14 +69,17 @@ __all__ = [
     "carried_segments",
     "cheapest_segments",
     "coefficient_schedule",
+    "columns_at_once",
     "dion_flops",
     "full_precision_matmul",
     "gram",
     "newton_schulz",
+    "newton_schulz_bytes",
     "newton_schulz_flops",
     "orthogonalize_",
     "orthogonalize_panel_",
     "orthonormal_basis",
+    "panel_bytes",
     "panel_flops",
     "panel_requests",
     "parse_coefficients",

@@ -49,6 +49,9 @@ Segments = tuple[Schedule, ...]
 # random matrices, and within twice its distance for spectra that decay fast.
 _LARGEST_GROWTH: Final = 300.0
 
+_MOST_BYTES_BESIDE: Final = 1 << 25
+_MULTIPLE: Final = 128
+
 
 @torch.no_grad()
 def newton_schulz(
@@ -136,10 +139,11 @@ def orthogonalize_(
     m, n = x.shape[-2:]
     if segments is None:
         segments = cheapest_segments(m, n, schedule, compute_dtype, x.device)
-    oriented, wide = x.mT if m > n else x, _wide(x, compute_dtype)
-    if oriented.dtype != wide or not _fits(oriented):
-        oriented = _take_like(workspace, "x", oriented, wide).copy_(oriented)
-    normalized = _normalize_(oriented, compute_dtype, workspace)
+    oriented = x.mT if m > n else x
+    if compute_dtype == x.dtype and _fits(oriented):
+        normalized = _normalize_(oriented)
+    else:
+        normalized = _normalized_copy(oriented, compute_dtype, workspace)
     # Under the caller's settings fp32 may silently mean TF32: 1e-3 instead of 1e-6.
     with full_precision_matmul() if compute_dtype == torch.float32 else nullcontext():
         orthogonal = _iterate(normalized, segments, scale, workspace)
@@ -166,6 +170,30 @@ def newton_schulz_flops(
     return sum(once + (4 * len(segment) - 3) * square for segment in segments)
 
 
+def newton_schulz_bytes(
+    batch: int, m: int, n: int, segments: Segments, *, held: torch.dtype, compute: torch.dtype
+) -> int:
+    """Returns the bytes that ``orthogonalize_`` allocates for a batch of m×n matrices.
+
+    Args:
+        batch: Number of matrices.
+        m: Rows.
+        n: Columns.
+        segments: The schedule as it is computed.
+        held: dtype of the batch, which lies as it is computed on.
+        compute: Compute dtype.
+    """
+    small, large = sorted((m, n))
+    numel = batch * small * large
+    squares = 4 if any(len(segment) > 1 for segment in segments) else 2
+    columns = columns_at_once(batch, small, large, compute.itemsize)
+    total = compute.itemsize * batch * small * (squares * small + columns)
+    if held != compute:
+        wide = torch.promote_types(torch.promote_types(held, torch.float32), compute)
+        total += numel * wide.itemsize + (0 if wide == compute else numel * compute.itemsize)
+    return total
+
+
 def cheapest_segments(
     m: int, n: int, schedule: Schedule, compute_dtype: torch.dtype, device: torch.device
 ) -> Segments:
@@ -184,6 +212,19 @@ def cheapest_segments(
 def standard_segments(schedule: Schedule) -> Segments:
     """Returns the standard form: A is computed anew in every step."""
     return tuple((step,) for step in schedule)
+
+
+def columns_at_once(batch: int, m: int, n: int, itemsize: int) -> int:
+    """Returns the columns of a batch of X (m×n) that W X is computed of at once.
+
+    All of them where that takes no more than ``_MOST_BYTES_BESIDE``; then the product has memory of
+    its own.
+    """
+    most = _MOST_BYTES_BESIDE // max(1, batch * m * itemsize)
+    if most >= n:
+        return n
+    # Of a very large batch an eighth: more parts would only be more launches.
+    return -(-max(most, n // 8, 1) // _MULTIPLE) * _MULTIPLE
 
 
 def carried_segments(schedule: Schedule) -> Segments:
@@ -218,45 +259,105 @@ def _take_like(space: Workspace, name: str, x: Tensor, dtype: torch.dtype) -> Te
     return space.take(name, tuple(x.mT.shape), dtype=dtype, device=x.device).mT
 
 
-def _normalize_(x: Tensor, compute_dtype: torch.dtype, space: Workspace) -> Tensor:
-    """Divides each matrix of x (B, m, n) by its Frobenius norm, in place; returns x as computed on.
+def _normalize_(x: Tensor) -> Tensor:
+    """Divides each matrix of x (B, m, n) by its Frobenius norm, in place, and returns x.
 
-    The largest entry is divided out first, so that squares neither overflow nor vanish: in fp32 the
-    square of 1e-25 is zero. There is no epsilon, because it would shrink small gradients; only an
-    exact zero is replaced.
+    A power of two is divided out first, which rounds nothing, so that squares neither overflow nor
+    vanish: in fp32 the square of 1e-25 is zero. There is no epsilon, because it would shrink small
+    gradients; only an exact zero is replaced.
     """
     largest = largest_magnitude(x)
     # masked_fill and not where: a scalar of where would be copied from the host.
     # A quotient, not a product with 1/largest: the reciprocal of a subnormal is inf.
-    x.div_(largest.masked_fill(largest == 0, 1.0))
+    x.div_(power_of_two(largest))
     norm = frobenius_norm(x)
-    x.div_(norm.masked_fill(norm == 0, 1.0))
-    if x.dtype == compute_dtype:
-        return x
-    return _take_like(space, "narrow", x, compute_dtype).copy_(x)
+    return x.div_(norm.masked_fill(norm == 0, 1.0))
+
+
+def power_of_two(largest: Tensor) -> Tensor:
+    """A power of two between the value and twice it; 1 for zero, the value itself for inf, nan."""
+    wide = largest.to(torch.promote_types(largest.dtype, torch.float32))
+    mantissa, _ = torch.frexp(wide)
+    is_number = mantissa.isfinite() & (mantissa != 0)
+    return torch.where(is_number, wide / (2.0 * mantissa), wide + (wide == 0))
+
+
+def _normalized_copy(x: Tensor, compute_dtype: torch.dtype, space: Workspace) -> Tensor:
+    """``_normalize_`` of a copy in the compute dtype, laid out as it is computed on.
+
+    Done in x's dtype, at least in float32, and rounded to a narrower one at the end.
+    """
+    wide = _take_like(space, "x", x, _wide(x, compute_dtype)).copy_(x)
+    normalized = _normalize_(wide)
+    if normalized.dtype == compute_dtype:
+        return normalized
+    return _take_like(space, "narrow", normalized, compute_dtype).copy_(normalized)
 
 
 def _iterate(x: Tensor, segments: Segments, scale: float, space: Workspace) -> Tensor:
-    """Runs the steps on x (B, m, n), m ≤ n; x serves as one of the two buffers of the iterates."""
+    """Runs the steps on x (B, m, n), m ≤ n; x serves as one of the two buffers of the iterates.
+
+    A large batch has no second one: its columns are updated part by part, in place.
+    """
     batch, m, _ = x.shape
 
     def square(name: str) -> Tensor:
         return space.take(name, (batch, m, m), dtype=x.dtype, device=x.device)
 
-    following = _take_like(space, "following", x, x.dtype)
-    a, z = square("a"), square("z")
+    a, z, spare = square("a"), square("z"), None
     for number, segment in enumerate(segments, start=1):
         factor = scale if number == len(segments) else 1.0
         gram(x, out=a)
         if len(segment) == 1:
             ((alpha, beta, gamma),) = segment
             square_plus(a, alpha=gamma, beta=beta, out=z)
-            torch.baddbmm(x, z, x, beta=factor * alpha, alpha=factor, out=following)
+            x, spare = _multiply(x, z, spare, space, beta=factor * alpha, alpha=factor)
         else:
             q = _carried(segment, a, z, square("y"), square("q"))
-            torch.bmm(q if factor == 1.0 else q.mul_(factor), x, out=following)
-        x, following = following, x
+            x, spare = _multiply(x, q, spare, space, beta=0.0, alpha=factor)
     return x
+
+
+def _multiply(
+    x: Tensor, w: Tensor, spare: Tensor | None, space: Workspace, *, beta: float, alpha: float
+) -> tuple[Tensor, Tensor | None]:
+    """Returns beta X + alpha W X, and memory of X's shape that is free; X and W are overwritten."""
+    if columns_at_once(*_sizes(x)) < x.shape[-1]:
+        multiply_(x, w, space, beta=beta, alpha=alpha)
+        return x, None
+    out = _take_like(space, "following", x, x.dtype) if spare is None else spare
+    return _product(x, w, beta=beta, alpha=alpha, out=out), x
+
+
+def _sizes(x: Tensor) -> tuple[int, int, int, int]:
+    batch, m, n = x.shape
+    return batch, m, n, x.element_size()
+
+
+def multiply_(x: Tensor, w: Tensor, space: Workspace, *, beta: float, alpha: float) -> None:
+    """X ← beta X + alpha W X of a batch (B, m, n), in place, some columns at once.
+
+    Args:
+        x: X (B, m, n).
+        w: W (B, m, m); overwritten if there is no term to add.
+        space: Memory for these columns.
+        beta: Factor of X.
+        alpha: Factor of W X.
+    """
+    columns = columns_at_once(*_sizes(x))
+    part = space.take("part", (*x.shape[:-1], columns), dtype=x.dtype, device=x.device)
+    if beta == 0.0 and alpha != 1.0:
+        w, alpha = w.mul_(alpha), 1.0
+    for old in torch.split(x, max(1, columns), dim=-1):
+        new = part[..., : old.shape[-1]]
+        old.copy_(_product(old, w, beta=beta, alpha=alpha, out=new))
+
+
+def _product(x: Tensor, w: Tensor, *, beta: float, alpha: float, out: Tensor) -> Tensor:
+    if beta != 0.0:
+        return torch.baddbmm(x, w, x, beta=beta, alpha=alpha, out=out)
+    # Without a term to add a copy is saved.
+    return torch.bmm(w if alpha == 1.0 else w.mul_(alpha), x, out=out)
 
 
 def _carried(segment: Schedule, a: Tensor, z: Tensor, y: Tensor, q: Tensor) -> Tensor:

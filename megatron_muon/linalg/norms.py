@@ -25,6 +25,7 @@ def frobenius_norm(x: Tensor) -> Tensor:
     3e-6, in all singular values alike.
     """
     first, second = (-1, -2) if x.stride(-1) == 1 else (-2, -1)
-    lines = torch.linalg.vector_norm(x, dim=first, keepdim=True)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    lines = torch.linalg.vector_norm(x, dim=first, keepdim=True, dtype=wide)
     norm: Tensor = torch.linalg.vector_norm(lines, dim=second, keepdim=True)
     return norm

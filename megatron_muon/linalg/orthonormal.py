@@ -54,9 +54,8 @@ class RightFactor(NamedTuple):
     """(B, r, r) with W = ``update`` @ ``core``, but for what was dropped."""
 
 
-@torch.no_grad()
-def orthonormal_basis(p: Tensor) -> Tensor:
-    """Returns an orthonormal basis of the columns of each matrix.
+class Basis:
+    """An orthonormal basis of the columns of each matrix of a batch, in two parts.
 
     Column i is column i of P less its projection on the columns before, with length 1: Gram-Schmidt
     by Householder reflections, with signs such that it does not turn away from P's. A column that
@@ -64,28 +63,50 @@ def orthonormal_basis(p: Tensor) -> Tensor:
     zeros. Condition numbers of 1e8 are no problem: what is above the tolerance is orthonormal to
     rounding (2e-6 in float32).
 
-    Reads one flag back to the host. Where dependent columns come before independent ones (rare: not
-    for P = B V with a V in general position) the matrix takes r small sequential steps more.
+    Where dependent columns come before independent ones (rare: not for P = B V with a V in general
+    position) a matrix takes r small sequential steps more. Whether any does is known on the device;
+    the flags of many batches can be read back to the host together.
+
+    Attributes:
+        is_unsettled: Flag (a tensor without dimensions) that some matrix takes them.
 
     Args:
-        p: (B, m, r) with r ≤ m, any floating dtype and strides. Not modified.
-
-    Returns:
-        U (B, m, r), float32 or float64. A matrix with an inf or nan gives nan throughout.
+        p: (B, m, r) with r ≤ m, any floating dtype and strides.
+        overwrite: Whether p may be used as memory.
 
     Raises:
         ValueError: Not a batch of float matrices with r ≤ m.
     """
-    _check("orthonormal_basis", p)
-    x, largest = _scaled(p)
-    with full_precision_matmul():
-        basis, _ = _gram_schmidt(x)
-    return basis.masked_fill_(~largest.isfinite(), torch.nan)
+
+    @torch.no_grad()
+    def __init__(self, p: Tensor, *, overwrite: bool = False) -> None:
+        _check("orthonormal_basis", p)
+        x, self._largest = _scaled(p, overwrite=overwrite)
+        del p
+        with full_precision_matmul():
+            self._found = _GramSchmidt(x)
+        self.is_unsettled = self._found.is_hiding.any()
+
+    @torch.no_grad()
+    def settled(self, is_unsettled: bool) -> Tensor:
+        """Returns U (B, m, r), float32 or float64; nan throughout for an inf or nan in P.
+
+        Args:
+            is_unsettled: The flag, or that of several batches together.
+        """
+        with full_precision_matmul():
+            basis, _ = self._found.settled(is_unsettled)
+        return basis.masked_fill_(~self._largest.isfinite(), torch.nan)
 
 
-@torch.no_grad()
-def right_factor(w: Tensor, previous: Tensor, kind: str) -> RightFactor:
-    """Returns V of the update, V to start the next step from, and what W is in terms of V.
+def orthonormal_basis(p: Tensor) -> Tensor:
+    """Returns ``Basis`` of one batch (B, m, r), which is not modified; reads one flag back."""
+    basis = Basis(p)
+    return basis.settled(bool(basis.is_unsettled))
+
+
+class Refresh:
+    """V of the update, V to start the next step from, and what W is in terms of V, in two parts.
 
     What is dropped: for ``qr`` and ``colnorm`` columns, which become zeros; for ``polar`` singular
     directions, so that V is a partial isometry (columns of zeros in W stay zeros to rounding). With
@@ -94,54 +115,98 @@ def right_factor(w: Tensor, previous: Tensor, kind: str) -> RightFactor:
     ``kept`` needs full rank: a direction lost once would be lost for ever. The part of the previous
     V's span that is orthogonal to the new V has room for all that was dropped; an orthonormal basis
     of it takes the dropped places. With ``qr`` and ``polar`` the whole of ``kept`` is orthonormal.
-    A matrix of zeros keeps the previous V as it is.
+    A matrix of zeros keeps the previous V as it is. Where W has an inf or nan, ``update`` and
+    ``core`` are nan throughout and ``kept`` is the previous V.
 
-    Reads one or two flags back to the host (``polar``: and what torch.linalg.svd reads).
+    Attributes:
+        is_unsettled: Flag (a tensor without dimensions) that something was dropped.
 
     Args:
-        w: W (B, n, r) with r ≤ n, any floating dtype and strides. Not modified.
+        w: W (B, n, r) with r ≤ n, any floating dtype and strides.
         previous: V (B, n, r) that this step started from, of full rank. Not modified.
-        kind: One of ``RIGHT_FACTORS``.
-
-    Returns:
-        ``update``, ``kept`` and ``core``. Where W has an inf or nan, ``update`` and ``core`` are
-        nan throughout and ``kept`` is the previous V.
+        kind: One of ``RIGHT_FACTORS``; ``polar`` waits for torch.linalg.svd.
+        overwrite: Whether w may be used as memory.
 
     Raises:
         ValueError: Unknown kind, shapes that differ, or not a batch of float matrices with r ≤ n.
     """
-    _check("right_factor", w)
-    if kind not in RIGHT_FACTORS:
-        raise ValueError(
-            f"Right factor {kind} is unknown; supported are {', '.join(RIGHT_FACTORS)}."
+
+    @torch.no_grad()
+    def __init__(self, w: Tensor, previous: Tensor, kind: str, *, overwrite: bool = False) -> None:
+        _check("right_factor", w)
+        if kind not in RIGHT_FACTORS:
+            raise ValueError(
+                f"Right factor {kind} is unknown; supported are {', '.join(RIGHT_FACTORS)}."
+            )
+        if previous.shape != w.shape:
+            raise ValueError(
+                f"The previous V is {tuple(previous.shape)} and W is {tuple(w.shape)}; they must "
+                "agree."
+            )
+        x, self._largest = _scaled(w, overwrite=overwrite)
+        del w
+        self._kind = kind
+        self._previous = previous
+        self._untouched = (self._largest == 0) | ~self._largest.isfinite()
+        self._x = x
+        with full_precision_matmul():
+            if kind == "polar":
+                self._update, self._core, self._dropped, self._places = _polar(x)
+                self.is_unsettled = self._is_dropped(self._dropped).any()
+            elif kind == "colnorm":
+                self._update, self._core = _column_lengths(x)
+                self.is_unsettled = self._is_dropped((self._update == 0).all(dim=-2)).any()
+            else:
+                self._found = _GramSchmidt(x)
+                dropped = self._is_dropped(self._found.dropped)
+                self.is_unsettled = (self._found.is_hiding | dropped).any()
+        del self._x
+
+    def _is_dropped(self, dropped: Tensor) -> Tensor:
+        """Matrices (B,) in which something was dropped that is to be filled up."""
+        return dropped.any(dim=-1) & ~self._untouched.flatten()
+
+    @torch.no_grad()
+    def settled(self, is_unsettled: bool) -> RightFactor:
+        """Returns the three factors.
+
+        Args:
+            is_unsettled: The flag, or that of several batches together.
+        """
+        with full_precision_matmul():
+            if self._kind == "qr":
+                update, core = self._found.settled(is_unsettled)
+                del self._found
+            else:
+                update, core = self._update, self._core
+                del self._update, self._core
+            old = self._previous.to(update.dtype)
+            kept = self._filled_up(update, old) if is_unsettled else update
+        kept = torch.where(self._untouched, old, kept)
+        broken = ~self._largest.isfinite()
+        core.mul_(self._largest)
+        return RightFactor(
+            update.masked_fill_(broken, torch.nan), kept, core.masked_fill_(broken, torch.nan)
         )
-    if previous.shape != w.shape:
-        raise ValueError(
-            f"The previous V is {tuple(previous.shape)} and W is {tuple(w.shape)}; they must agree."
-        )
-    x, largest = _scaled(w)
-    old = previous.to(x.dtype)
-    untouched = (largest == 0) | ~largest.isfinite()
-    with full_precision_matmul():
-        if kind == "polar":
-            update, core, dropped, places = _polar(x)
-        else:
-            update, core = _gram_schmidt(x) if kind == "qr" else _column_lengths(x)
-            dropped, places = (update == 0).all(dim=-2), None
+
+    def _filled_up(self, update: Tensor, old: Tensor) -> Tensor:
+        is_polar = self._kind == "polar"
+        dropped = self._dropped if is_polar else (update == 0).all(dim=-2)
         kept = update.clone()
-        chosen = (dropped.any(dim=-1) & ~untouched.flatten()).nonzero().flatten()
+        chosen = self._is_dropped(dropped).nonzero().flatten()
         if len(chosen):
             span = update[chosen]
-            if kind == "colnorm":
-                span, _ = _gram_schmidt(span)
+            if self._kind == "colnorm":
+                span, _ = _GramSchmidt(span).settled(True)
             filling = _filling(span, old[chosen], dropped[chosen])
-            kept[chosen] += filling if places is None else filling @ places[chosen]
-    kept = torch.where(untouched, old, kept)
-    core.mul_(largest)
-    broken = ~largest.isfinite()
-    return RightFactor(
-        update.masked_fill_(broken, torch.nan), kept, core.masked_fill_(broken, torch.nan)
-    )
+            kept[chosen] += filling @ self._places[chosen] if is_polar else filling
+        return kept
+
+
+def right_factor(w: Tensor, previous: Tensor, kind: str) -> RightFactor:
+    """Returns ``Refresh`` of one batch (B, n, r), which is not modified; reads one flag back."""
+    refresh = Refresh(w, previous, kind)
+    return refresh.settled(bool(refresh.is_unsettled))
 
 
 def dion_flops(m: int, n: int, r: int) -> int:
@@ -154,7 +219,7 @@ def dion_flops(m: int, n: int, r: int) -> int:
     return 8 * m * n * r + 4 * (m + n) * r**2 - 8 * r**3 // 3
 
 
-def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+def _scaled(x: Tensor, *, overwrite: bool) -> tuple[Tensor, Tensor]:
     """Each matrix over its largest entry, and that entry (B, 1, 1); zeros where it is not finite.
 
     QR and SVD refuse nan, for the whole batch; and squares of 1e-30 vanish in fp32.
@@ -162,30 +227,44 @@ def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
     wide: Tensor = x.to(torch.promote_types(x.dtype, torch.float32))
     largest = largest_magnitude(wide)
     # A quotient, not a product with 1/largest: the reciprocal of a subnormal is inf.
-    scaled = wide / largest.masked_fill(largest == 0, 1.0)
+    divisor = largest.masked_fill(largest == 0, 1.0)
+    scaled = wide.div_(divisor) if overwrite or wide is not x else wide / divisor
     return scaled.masked_fill_(~largest.isfinite(), 0.0), largest
 
 
-def _gram_schmidt(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Q (B, n, r) and R (B, r, r), R_ii ≥ 0; Q's columns and R's rows are zeros where dropped."""
-    q, r = torch.linalg.qr(x)
-    diagonal = r.diagonal(dim1=-2, dim2=-1)
-    # Factors of Q's columns and R's rows, applied once and in place: Q is large.
-    weights = torch.ones_like(diagonal).masked_fill_(diagonal < 0, -1.0)
-    floor = _floor(torch.linalg.vector_norm(r, dim=-2))
-    dropped = diagonal.abs() <= floor
-    # For a dependent column Householder QR makes up a direction, in which it hides what later
-    # columns have there. Nothing is hidden if nothing is left below the rows before the first one.
-    after_first = dropped.cumsum(dim=-1) > 0
-    hidden = torch.linalg.vector_norm(r * after_first.unsqueeze(-1), dim=-2) > floor
-    chosen = hidden.any(dim=-1).nonzero().flatten()
-    if len(chosen):
-        turn = _gram_schmidt_by_column(r[chosen], floor[chosen])
-        q[chosen], r[chosen] = q[chosen] @ turn, turn.mT @ r[chosen]
-        weights[chosen] = 1.0
-        dropped[chosen] = (turn == 0).all(dim=-2)
-    weights.masked_fill_(dropped, 0.0)
-    return q.mul_(weights.unsqueeze(-2)), r.mul_(weights.unsqueeze(-1))
+class _GramSchmidt:
+    """Q (B, n, r) and R (B, r, r), R_ii ≥ 0; Q's columns and R's rows are zeros where dropped.
+
+    Attributes:
+        dropped: Columns (B, r) that depend on those before, as far as it shows at once.
+        is_hiding: Matrices (B,) for which that has to be found column by column.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self._q, self._r = torch.linalg.qr(x)
+        r = self._r
+        self._diagonal = r.diagonal(dim1=-2, dim2=-1)
+        self._floor = _floor(torch.linalg.vector_norm(r, dim=-2))
+        self.dropped = self._diagonal.abs() <= self._floor
+        # For a dependent column Householder QR makes up a direction, in which it hides what later
+        # columns have there. Nothing is hidden if nothing is left below the rows before the first.
+        after_first = self.dropped.cumsum(dim=-1) > 0
+        left = torch.linalg.vector_norm(r * after_first.unsqueeze(-1), dim=-2)
+        self.is_hiding = (left > self._floor).any(dim=-1)
+
+    def settled(self, is_hiding: bool) -> tuple[Tensor, Tensor]:
+        """Q and R; both are computed in place, so once."""
+        q, r, dropped = self._q, self._r, self.dropped
+        # Factors of Q's columns and R's rows, applied once and in place: Q is large.
+        weights = torch.ones_like(self._diagonal).masked_fill_(self._diagonal < 0, -1.0)
+        chosen = self.is_hiding.nonzero().flatten() if is_hiding else ()
+        if len(chosen):
+            turn = _gram_schmidt_by_column(r[chosen], self._floor[chosen])
+            q[chosen], r[chosen] = q[chosen] @ turn, turn.mT @ r[chosen]
+            weights[chosen] = 1.0
+            dropped[chosen] = (turn == 0).all(dim=-2)
+        weights.masked_fill_(dropped, 0.0)
+        return q.mul_(weights.unsqueeze(-2)), r.mul_(weights.unsqueeze(-1))
 
 
 def _gram_schmidt_by_column(x: Tensor, floor: Tensor) -> Tensor:

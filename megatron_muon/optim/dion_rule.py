@@ -11,16 +11,13 @@ import torch
 from torch import Tensor
 
 from megatron_muon.exchange import Exchange
-from megatron_muon.linalg import RIGHT_FACTORS, Workspace, dion_flops, update_scale
+from megatron_muon.linalg import RIGHT_FACTORS, dion_flops, update_scale
+from megatron_muon.optim.dion_memory import dion_phases
 from megatron_muon.optim.orth_dion import orth_dion_step
 from megatron_muon.optim.rule import MatrixRange, OwnedState, dtype_name
 from megatron_muon.placement import Method, Plan
+from megatron_muon.placement.memory import Phase, WaveUse
 from megatron_muon.placement.schemes import FactorChoice, factor_scheme
-
-MIN_WAVE_ELEMENTS = 1 << 22
-"""``Method.min_wave_elements``: a wave has up to five messages, of a fraction of its matrices'
-elements, and the QRs of a wave are batched (one wave in place of four of 2^20 elements: a tenth of
-a step less on 4 gloo ranks)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +35,7 @@ class OrthDionRule:
             square of a full-rank update; its singular values are then above 1.
         state_dtype: Element type of V between steps (M has that of the ranges). bf16 keeps V's
             columns orthonormal to 1e-3 only.
+        exchange_dtype: Element type of what is exchanged; factors are computed in fp32 at least.
 
     Raises:
         ValueError: A value out of its range.
@@ -51,6 +49,7 @@ class OrthDionRule:
     extra_scale_factor: float = 1.0
     rank_compensation: bool = False
     state_dtype: torch.dtype = torch.float32
+    exchange_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         if not 0.0 < self.rank_fraction <= 1.0:
@@ -67,9 +66,14 @@ class OrthDionRule:
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """See ``MatrixRule``; a factor in bf16 would be 1e-3 from orthonormal."""
-        kinds = ("warm", "source", "basis", "response", "update")
-        return dict.fromkeys(kinds, torch.float32)
+        """See ``MatrixRule``."""
+        kinds = ("warm", "source", "basis", "response", "update", "captured")
+        return dict.fromkeys(kinds, self.exchange_dtype)
+
+    @property
+    def factor_dtype(self) -> torch.dtype:
+        """Element type in which products and factors are computed."""
+        return torch.promote_types(self.exchange_dtype, torch.float32)
 
     @property
     def description(self) -> str:
@@ -78,9 +82,9 @@ class OrthDionRule:
         return (
             f"update: {self.scale_mode} scale x {self.extra_scale_factor:.15g}{compensated}, "
             f"rank {self.rank_fraction:.15g} of the smaller side in multiples of "
-            f"{self.rank_multiple_of}, right factor {self.right_factor}, computed and "
-            f"exchanged in fp32; momentum {self.momentum:.15g}, V kept in "
-            f"{dtype_name(self.state_dtype)}"
+            f"{self.rank_multiple_of}, right factor {self.right_factor}, computed in fp32, "
+            f"exchanged in {dtype_name(self.exchange_dtype)}; "
+            f"momentum {self.momentum:.15g}, V kept in {dtype_name(self.state_dtype)}"
         )
 
     def rank(self, m: int, n: int) -> int:
@@ -97,26 +101,37 @@ class OrthDionRule:
             scale *= math.sqrt(min(m, n) / self.rank(m, n))
         return scale
 
-    def method(self, exchange: FactorChoice, *, itemsize: int = 4) -> Method:
+    def method(self, exchange: FactorChoice) -> Method:
         """What planning has to know.
+
+        A holder multiplies what it holds; so the work lies where the elements are, and an owner is
+        one of the holders: what it holds needs no message.
 
         Args:
             exchange: What is exchanged: factors, matrices, or whichever is less.
-            itemsize: Bytes of an element of every message.
         """
 
         def flops(m: int, n: int) -> int:
             return dion_flops(m, n, self.rank(m, n))
 
+        def of_factors(m: int, n: int) -> int:
+            return flops(m, n) - 8 * m * n * self.rank(m, n)
+
         return Method(
             cost=flops,
             flops=flops,
-            itemsizes=dict.fromkeys(self.dtypes, itemsize),
-            scheme=factor_scheme(self.rank, exchange),
+            itemsizes=dict.fromkeys(self.dtypes, self.exchange_dtype.itemsize),
+            phases=self.phases,
+            scheme=factor_scheme(self.rank, of_factors, exchange),
+            at_home=lambda m, n: (8 * self.rank(m, n), of_factors(m, n)),
             slots=2,
-            reuses_messages=False,
-            min_wave_elements=MIN_WAVE_ELEMENTS,
+            alone=False,
+            target_waves=1,
         )
+
+    def phases(self, use: WaveUse) -> list[Phase]:
+        """Memory of a wave on one rank, see ``orth_dion._Step.wave``."""
+        return dion_phases(use, self.exchange_dtype.itemsize, self.factor_dtype.itemsize)
 
     def first_state(self, plan: Plan, rank: int, device: torch.device) -> OwnedState:
         """V (short side x r) of every matrix that a rank owns.
@@ -136,7 +151,6 @@ class OrthDionRule:
         ranges: Sequence[MatrixRange | None],
         exchange: Exchange,
         state: OwnedState,
-        workspace: Workspace,
     ) -> None:
         """See ``MatrixRule``."""
         orth_dion_step(self, ranges, exchange, state)

@@ -1,4 +1,4 @@
-"""Rows of low-rank factors that belong to one holder's share, and what they are multiplied to.
+"""Low-rank factors and the share that one holder has of a matrix: rows, products, sums.
 
 Shape letters as in ``orth_dion``: U is (long, r), V (short, r); a share has whole rows of its
 columns, in the orientation of the matrix.
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_muon.placement import FactorShape, Share
+from megatron_muon.placement import FactorShape, Piece, Share
 
 Spans = Sequence[tuple[int, int]]
 """(first row, rows) of every interval of rows of a factor."""
@@ -25,40 +25,6 @@ def u_spans(shape: FactorShape, share: Share) -> Spans:
 def v_spans(shape: FactorShape, share: Share) -> Spans:
     """Rows of V that a share meets."""
     return share.row_spans if shape.transposed else ((share.col, share.cols),)
-
-
-class LowRank(NamedTuple):
-    """An update and what it captured, as products: U Vᵀ = A Rᵀ and U Wᵀ = U Cᵀ Vᵀ = B Rᵀ."""
-
-    update: torch.Tensor
-    """A, in rows of the matrix."""
-
-    captured: torch.Tensor
-    """B, in rows of the matrix."""
-
-    right: torch.Tensor
-    """R, in columns of the matrix."""
-
-
-def low_rank(
-    shape: FactorShape,
-    u: torch.Tensor,
-    v: torch.Tensor,
-    core: torch.Tensor,
-    out: torch.Tensor | None = None,
-) -> LowRank:
-    """The products in the orientation of the matrix, from U, V and C (or some rows of U and V).
-
-    Args:
-        shape: Orientation of the factors.
-        u: Rows of U.
-        v: Rows of V.
-        core: C (r, r), with W = V C.
-        out: Where the captured factor goes.
-    """
-    if shape.transposed:
-        return LowRank(v, torch.mm(v, core, out=out), u)
-    return LowRank(u, torch.mm(u, core.T, out=out), v)
 
 
 def take_rows(slot: torch.Tensor, factor: torch.Tensor, spans: Spans) -> None:
@@ -82,7 +48,72 @@ def _rows(
         first += count
 
 
-def gather_rows(factor: torch.Tensor, spans: Spans) -> torch.Tensor:
-    """Rows of a factor, one interval after another; a view where there is one interval."""
-    parts = [factor[start : start + count] for start, count in spans]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+class HeldElements(NamedTuple):
+    """The elements of a share: pieces in rows and columns of the padded share, and their values."""
+
+    share: Share
+    values: Sequence[tuple[Piece, torch.Tensor]]
+
+    @classmethod
+    def of(cls, share: Share, flat: torch.Tensor, range_start: int) -> HeldElements:
+        """Those of a flat range that starts at ``range_start`` of the shard; views."""
+        return cls(
+            share,
+            [
+                (piece, flat[piece.start - range_start :][: piece.numel].view(piece.rows, -1))
+                for piece in share.padded_pieces()
+            ],
+        )
+
+    def times(self, factor: torch.Tensor) -> torch.Tensor:
+        """B F, for F with a row for every column of the share."""
+        found = factor.new_empty(self.share.rows, factor.shape[1])
+        for piece, values in self.values:
+            # No two pieces are in one row.
+            torch.mm(values, factor[piece.col_slice], out=found[piece.row_slice])
+        return found
+
+    def transposed_times(self, factor: torch.Tensor) -> torch.Tensor:
+        """Bᵀ F, for F with a row for every row of the share."""
+        found = factor.new_zeros(self.share.cols, factor.shape[1])
+        for piece, values in self.values:
+            found[piece.col_slice].addmm_(values.T, factor[piece.row_slice])
+        return found
+
+    def add_product(self, left: torch.Tensor, right: torch.Tensor, factor: float) -> None:
+        """B ← B + factor · L Rᵀ, with rows of L and R for rows and columns of the share."""
+        for piece, values in self.values:
+            values.addmm_(left[piece.row_slice], right[piece.col_slice].T, alpha=factor)
+
+
+class LowRank(NamedTuple):
+    """An update and what it captured, as products: U Vᵀ = A Rᵀ and U Wᵀ = U Cᵀ Vᵀ = B Rᵀ."""
+
+    update: torch.Tensor
+    """A, in rows of the matrix."""
+
+    captured: torch.Tensor
+    """B, in rows of the matrix."""
+
+    right: torch.Tensor
+    """R, in columns of the matrix."""
+
+
+def low_rank(shape: FactorShape, u: torch.Tensor, v: torch.Tensor, core: torch.Tensor) -> LowRank:
+    """The products in the orientation of the matrix, from U, V and C (or some rows of U and V).
+
+    Args:
+        shape: Orientation of the factors.
+        u: Rows of U.
+        v: Rows of V.
+        core: C (r, r), with W = V C.
+    """
+    return LowRank(v, v @ core, u) if shape.transposed else LowRank(u, u @ core.T, v)
+
+
+def factor_slots(
+    shape: FactorShape, share: Share, slot: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where an update message of a whole matrix has rows of U, rows of V, and C."""
+    u, v = shape.u_rows(share) * shape.rank, shape.v_rows(share) * shape.rank
+    return slot[:u], slot[u : u + v], slot[u + v :]

@@ -9,7 +9,6 @@ from typing import Protocol
 import torch
 
 from megatron_muon.exchange import Exchange
-from megatron_muon.linalg import Workspace
 from megatron_muon.placement import Plan
 
 
@@ -31,6 +30,9 @@ class MatrixRange:
     lr: float
     weight_decay: float
 
+
+MOST_CONVERTED = 1 << 23
+"""Elements of updates that are converted at once to the dtype of the weights."""
 
 OwnedState = MutableMapping[str, torch.Tensor]
 """State that belongs to a matrix's owner, by the matrix's name."""
@@ -61,7 +63,6 @@ class MatrixRule(Protocol):
         ranges: Sequence[MatrixRange | None],
         exchange: Exchange,
         state: OwnedState,
-        workspace: Workspace,
     ) -> None:
         """One step of all matrices of a stage.
 
@@ -69,13 +70,53 @@ class MatrixRule(Protocol):
             ranges: For each parameter of the plan this rank's range, None where it owns no element.
             exchange: The plan's exchange; entered also by a rank that owns nothing.
             state: What ``first_state`` gave; replaced in place.
-            workspace: Memory of the computation, kept from step to step.
         """
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+def decay_weights(ranges: Sequence[MatrixRange]) -> None:
+    """W ← (1 − η λ) W."""
+    factors = [1.0 - r.lr * r.weight_decay for r in ranges]
+    if all(r.master.element_size() >= 4 for r in ranges):
+        torch._foreach_mul_([r.master for r in ranges], factors)
+        return
+    for r, factor in zip(ranges, factors, strict=True):
+        # On lists torch rounds the factor to 16 bits first.
+        r.master.mul_(factor)
+
+
+def add_all(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor], factor: float) -> None:
+    """T ← T + factor · t for each pair, many at once where the device can.
+
+    It cannot where dtypes differ; there small terms are converted first, some at a time.
+    """
+    group: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for number, (target, term) in enumerate(zip(targets, terms, strict=True), start=1):
+        if target.dtype != term.dtype and term.numel() > MOST_CONVERTED:
+            target.add_(term, alpha=factor)
+            continue
+        group.append((target, term))
+        is_full = target.dtype != term.dtype and sum(t.numel() for _, t in group) > MOST_CONVERTED
+        if is_full or number == len(targets):
+            _add_group(group, factor)
+            group = []
+    _add_group(group, factor)
+
+
+def _add_group(group: Sequence[tuple[torch.Tensor, torch.Tensor]], factor: float) -> None:
+    if group:
+        targets, terms = (list(part) for part in zip(*group, strict=True))
+        if any(t.dtype != x.dtype for t, x in group):
+            converted = [
+                torch.empty_like(t, memory_format=torch.contiguous_format) for t in targets
+            ]
+            torch._foreach_copy_(converted, terms)
+            terms = converted
+        torch._foreach_add_(targets, terms, alpha=factor)
 
 
 def range_of(ranges: Sequence[MatrixRange | None], parameter: int) -> MatrixRange:

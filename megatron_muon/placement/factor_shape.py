@@ -54,8 +54,3 @@ class FactorShape:
         needs more than 1.5 times the elements that it needs in Muon, at any number of ranks.
         """
         return 2 * share.numel < self.factor_elements(share)
-
-    @property
-    def product_elements(self) -> int:
-        """Elements of B V and Bᵀ U."""
-        return (self.long + self.short) * self.rank

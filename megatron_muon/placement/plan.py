@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_muon.matrices import LogicalMatrix, ShardedParameter
 from megatron_muon.placement.regions import ExchangeGroup
-from megatron_muon.placement.schemes import Round, Scheme
+from megatron_muon.placement.schemes import Scheme
 
 CostFunction = Callable[[int, int], int]
 """Estimated time, or operations, of orthogonalizing one (m, n) matrix."""
-
-ALIGNMENT = 16
-"""Every buffer of a wave starts at a multiple of this many bytes."""
-
-
-def aligned(count: int) -> int:
-    """Bytes that a buffer takes in the memory of a wave."""
-    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +25,7 @@ class RankLoad:
         cost: Estimated time of them, in the unit of ``Plan.costs``.
         sent_bytes: Bytes that leave it, both ways of the exchange, its own pieces not counted.
         received_bytes: Bytes that reach it, its own pieces not counted.
-        peak_buffer_bytes: Exchange buffers and assembled matrices.
+        peak_buffer_bytes: Most bytes that it allocates at once.
         matrices: Number of matrices it owns; one that is split counts for the first of its ranks.
     """
 
@@ -48,36 +39,17 @@ class RankLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """Waves that run one after another, a few under way at once.
+    """Waves that run one after another, a few under way at once; see ``lane_schedule``.
 
     Attributes:
         waves: For each wave the indices of its matrices.
-        slots: Most waves under way at once; each has memory of its own.
+        slots: Most waves under way at once.
+        alone: Whether one wave at a time is computed.
     """
 
     waves: tuple[tuple[int, ...], ...]
     slots: int
-
-    @property
-    def used_slots(self) -> int:
-        """Slots that are allocated."""
-        return min(self.slots, len(self.waves))
-
-
-class LaneMemory(NamedTuple):
-    """Bytes that one rank allocates for a lane.
-
-    Attributes:
-        slot: For one wave under way: its messages, and what is kept from its first to its last.
-        computed: For the matrices that are being computed.
-    """
-
-    slot: int = 0
-    computed: int = 0
-
-    def total(self, lane: Lane) -> int:
-        """Bytes of all slots together."""
-        return lane.used_slots * self.slot + self.computed
+    alone: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +67,8 @@ class Plan:
         flops: Floating-point operations of each matrix, as a whole.
         possible: Cost that the busiest rank has in any placement, see ``bounds``.
         itemsizes: Bytes of an element of a message, by ``Round.kind``.
-        reuses_messages: Whether the buffers of a wave's rounds share their memory.
+        peak_bytes: Most bytes that every rank allocates at once for a step: messages, assembled
+            matrices, and what they are computed in.
         ranks_per_node: Neighbouring ranks that are on one node, as far as is known.
     """
 
@@ -109,7 +82,7 @@ class Plan:
     flops: tuple[int, ...]
     possible: int
     itemsizes: Mapping[str, int]
-    reuses_messages: bool
+    peak_bytes: tuple[int, ...]
     ranks_per_node: int
 
     @cached_property
@@ -146,9 +119,7 @@ class Plan:
         sent, received = [0] * size, [0] * size
         for scheme in self.schemes:
             owned[scheme.ranks[0]] += 1
-            for rank, operations, cost in zip(
-                scheme.ranks, scheme.flops, scheme.costs, strict=True
-            ):
+            for rank, operations, cost in scheme.work:
                 flops[rank] += operations
                 costs[rank] += cost
             for where, messages in scheme.messages.items():
@@ -157,72 +128,17 @@ class Plan:
                     if source != target:
                         sent[source] += elements * itemsize
                         received[target] += elements * itemsize
-        peaks = self.peak_bytes
         return tuple(
             RankLoad(
                 flops=flops[rank],
                 cost=costs[rank],
                 sent_bytes=sent[rank],
                 received_bytes=received[rank],
-                peak_buffer_bytes=peaks[rank],
+                peak_buffer_bytes=self.peak_bytes[rank],
                 matrices=owned[rank],
             )
             for rank in range(size)
         )
-
-    @cached_property
-    def peak_bytes(self) -> list[int]:
-        """Bytes of every rank's exchange buffers and assembled matrices."""
-        return [
-            main.total(self.main) + split.total(self.split)
-            for main, split in zip(self.main_memory, self.split_memory, strict=True)
-        ]
-
-    @cached_property
-    def main_memory(self) -> list[LaneMemory]:
-        """What every rank allocates for the waves of matrices with one owner."""
-        return self._lane_memory(self.main)
-
-    @cached_property
-    def split_memory(self) -> list[LaneMemory]:
-        """What every rank allocates for the waves of split matrices."""
-        return self._lane_memory(self.split)
-
-    def _lane_memory(self, lane: Lane) -> list[LaneMemory]:
-        slots, computed = [0] * self.group.size, [0] * self.group.size
-        for wave in lane.waves:
-            for rank, need in self._wave_memory(wave).items():
-                slots[rank] = max(slots[rank], need.slot)
-                computed[rank] = max(computed[rank], need.computed)
-        return list(map(LaneMemory, slots, computed))
-
-    def _wave_memory(self, wave: Sequence[int]) -> dict[int, LaneMemory]:
-        sent: dict[tuple[int, Round], int] = defaultdict(int)
-        received: dict[tuple[int, Round], int] = defaultdict(int)
-        kept: dict[int, int] = defaultdict(int)
-        computed: dict[int, int] = defaultdict(int)
-        for index in wave:
-            scheme = self.schemes[index]
-            for where, messages in scheme.messages.items():
-                for source, target, elements in messages:
-                    sent[source, where] += elements
-                    # Alone, what is sent is what is received.
-                    received[target, where] += elements * (self.group.size > 1)
-            for rank, elements in scheme.kept_elements():
-                kept[rank] += aligned(elements * self.itemsizes["source"])
-            for rank, elements in scheme.computed_elements():
-                computed[rank] += aligned(elements * self.itemsizes["source"])
-        buffers: dict[int, int] = defaultdict(int)
-        for rank, where in sent.keys() | received.keys():
-            itemsize = self.itemsizes[where.kind]
-            both = aligned(sent[rank, where] * itemsize) + aligned(received[rank, where] * itemsize)
-            buffers[rank] = (
-                max(buffers[rank], both) if self.reuses_messages else buffers[rank] + both
-            )
-        return {
-            rank: LaneMemory(slot=buffers[rank] + kept[rank], computed=computed[rank])
-            for rank in {*buffers, *kept, *computed}
-        }
 
     @property
     def balance(self) -> tuple[float, float]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_muon.matrices import LogicalMatrix, ShardedParameter, natural_key
 from megatron_muon.placement.buffer_bound import BufferTooSmallError, planned_within
+from megatron_muon.placement.memory import PhasesFunction, lane_peaks, wave_uses
 from megatron_muon.placement.plan import CostFunction, Lane, Plan
 from megatron_muon.placement.regions import ExchangeGroup, Share, shares
 from megatron_muon.placement.schemes import Panels, Scheme, SchemeFunction, whole_scheme
-from megatron_muon.placement.splitting import Candidate, Splitting, choose_ranks, part_cost
+from megatron_muon.placement.splitting import Candidate, Choice, Splitting, choose_ranks, part_cost
 
 MIN_WAVE_ELEMENTS = 1 << 18
 """An owner's part of a wave below which a further wave costs more latency than it hides."""
@@ -19,8 +20,8 @@ MIN_WAVE_ELEMENTS = 1 << 18
 TARGET_WAVES = 4
 """Enough for exchange, computation and return to overlap; more only where memory asks for it."""
 
-SPLIT_SLOTS = 2
-"""Waves of split matrices under way at once, where memory allows it."""
+AUTO_BYTES = 1 << 29
+"""Memory of a step that is not worth saving, where the user sets no bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,19 +35,26 @@ class Method:
         scheme: How a matrix with one owner is communicated.
         splitting: How several ranks can compute a matrix; None for one owner each. Nothing is
             split where the buffers would not fit otherwise.
-        slots: Waves under way at once.
-        reuses_messages: As in ``Plan``.
+        phases: Memory of a wave on a rank.
+        slots: Most waves under way at once.
+        alone: As in ``Lane``.
         min_wave_elements: An owner's part of a wave is not made smaller unless memory asks for it.
+        target_waves: Waves of the busiest owner, unless memory asks for more.
+        at_home: Set where holders do a part of the work: (m, n) to the time of each element on
+            whoever holds it, and that of the matrix on its owner, which is one of the holders.
     """
 
     cost: CostFunction
     flops: CostFunction
     itemsizes: Mapping[str, int]
+    phases: PhasesFunction
     scheme: SchemeFunction = whole_scheme
     splitting: Splitting | None = None
     slots: int = 3
-    reuses_messages: bool = True
-    min_wave_elements: int | None = None
+    alone: bool = True
+    min_wave_elements: int = MIN_WAVE_ELEMENTS
+    target_waves: int = TARGET_WAVES
+    at_home: Callable[[int, int], tuple[int, int]] | None = None
 
 
 def make_plan(
@@ -55,7 +63,7 @@ def make_plan(
     parameters: Sequence[ShardedParameter],
     matrices: Sequence[LogicalMatrix],
     method: Method,
-    buffer_bytes: int,
+    buffer_bytes: int | None,
     ranks_per_node: int | None = None,
 ) -> Plan:
     """Choose ranks, schemes and waves.
@@ -65,7 +73,8 @@ def make_plan(
         parameters: All parameters with matrices, any order.
         matrices: Their logical matrices, any order; the plan does not depend on it.
         method: The optimizer.
-        buffer_bytes: Bound on a rank's exchange buffers and assembled matrices.
+        buffer_bytes: Bound on what a rank allocates in a step; None for the least that slows
+            nothing down, or ``AUTO_BYTES`` if that is more.
         ranks_per_node: Neighbouring ranks that are on one node; all by default.
 
     Raises:
@@ -87,14 +96,16 @@ def make_plan(
         for matrix, theirs in zip(matrices, held, strict=True)
     ]
 
-    def plan_with(splitting: Splitting | None, bound: int) -> Plan:
-        chosen = choose_ranks(
-            candidates,
-            ranks=group.size,
-            ranks_per_node=ranks_per_node or group.size,
-            splitting=splitting,
-            buffer_bytes=bound,
-        )
+    def plan_with(splitting: Splitting | None, bound: int | None) -> Plan:
+        if method.at_home is not None:
+            chosen = _choose_at_home(candidates, method.at_home, group.size)
+        else:
+            chosen = choose_ranks(
+                candidates,
+                ranks=group.size,
+                ranks_per_node=ranks_per_node or group.size,
+                splitting=splitting,
+            )
         plan = Plan(
             group=group,
             parameters=parameters,
@@ -103,18 +114,18 @@ def make_plan(
                 _scheme(method, splitting, candidate, theirs, ranks)
                 for candidate, theirs, ranks in zip(candidates, held, chosen.ranks, strict=True)
             ),
-            main=Lane(waves=(), slots=method.slots),
-            split=Lane(waves=(), slots=SPLIT_SLOTS),
+            main=Lane(waves=(), slots=method.slots, alone=method.alone),
+            split=Lane(waves=(), slots=method.slots, alone=True),
             costs=tuple(candidate.cost for candidate in candidates),
             flops=tuple(candidate.flops for candidate in candidates),
             possible=chosen.possible,
             itemsizes=method.itemsizes,
-            reuses_messages=method.reuses_messages,
+            peak_bytes=(0,) * group.size,
             ranks_per_node=ranks_per_node or group.size,
         )
-        return _with_main_waves(_with_split_waves(plan, bound), bound, method.min_wave_elements)
+        return _Waves(plan, method).within(bound)
 
-    def split_or_whole(bound: int) -> Plan:
+    def split_or_whole(bound: int | None) -> Plan:
         if method.splitting is None or method.splitting.most_ranks == 1:
             return plan_with(None, bound)
         try:
@@ -125,7 +136,27 @@ def make_plan(
             except BufferTooSmallError as whole:
                 raise min(split, whole, key=lambda error: error.needed) from None
 
+    if buffer_bytes is None:
+        return split_or_whole(None)
     return planned_within(split_or_whole, buffer_bytes)
+
+
+def _choose_at_home(
+    candidates: Sequence[Candidate], work: Callable[[int, int], tuple[int, int]], ranks: int
+) -> Choice:
+    """An owner among the holders of each matrix, the longest first to the emptiest of them."""
+    loads = [0] * ranks
+    for candidate in candidates:
+        for rank, elements in candidate.held.items():
+            loads[rank] += elements * work(*candidate.shape)[0]
+    own = [work(*candidate.shape)[1] for candidate in candidates]
+    possible = max(*loads, -(-(sum(loads) + sum(own)) // ranks))
+    chosen: dict[int, int] = {}
+    for index in sorted(range(len(own)), key=lambda i: (-own[i], candidates[i].name)):
+        held = candidates[index].held
+        chosen[index] = min(held, key=lambda rank: (loads[rank], -held[rank], rank))
+        loads[chosen[index]] += own[index]
+    return Choice(ranks=tuple((chosen[i],) for i in range(len(own))), possible=possible)
 
 
 def _scheme(
@@ -137,23 +168,126 @@ def _scheme(
 ) -> Scheme:
     if len(ranks) == 1 or splitting is None:
         return method.scheme(candidate.shape, held, ranks[0], (candidate.flops, candidate.cost))
-    (m, n), numbers = candidate.shape, range(len(ranks))
+    m, n = candidate.shape
+    count = len(ranks)
     return Panels(
         shape=candidate.shape,
         shares=held,
         ranks=ranks,
-        flops=tuple(splitting.flops(m, n, len(ranks), number) for number in numbers),
-        costs=tuple(part_cost(candidate, splitting, len(ranks), number) for number in numbers),
+        work=tuple(
+            (
+                rank,
+                splitting.flops(m, n, count, number),
+                part_cost(candidate, splitting, count, number),
+            )
+            for number, rank in enumerate(ranks)
+        ),
         requests=splitting.requests(m, n),
     )
 
 
-def _with_split_waves(plan: Plan, buffer_bytes: int) -> Plan:
-    """The plan with waves in which no rank has more than one part, as few as first fit needs.
+class _Waves:
+    """Cuts the matrices of a plan into waves, and finds the memory that they need.
 
-    As many of them are under way as leave half of the memory for the matrices of one owner each,
-    if there are any.
+    Args:
+        plan: A plan without waves.
+        method: The optimizer.
     """
+
+    def __init__(self, plan: Plan, method: Method) -> None:
+        self._plan = plan
+        self._method = method
+        self._whole = [i for i, scheme in enumerate(plan.schemes) if len(scheme.ranks) == 1]
+        self._numels = [plan.matrices[index].numel for index in self._whole]
+        self._owners = [plan.owners[index] for index in self._whole]
+        waves = _split_waves(plan)
+        self._split = [
+            (lane, self._lane_peaks(lane))
+            for lane in _with_fewer_slots(replace(plan.split, waves=waves))
+        ]
+
+    def within(self, bound: int | None) -> Plan:
+        """The plan with the fewest waves, but enough to overlap, that fit a bound on every rank.
+
+        Fewer waves are under way at once only where more of them do not fit.
+
+        Args:
+            bound: Bytes; None for ``AUTO_BYTES``, or what is needed to have as many waves under way
+                as there can be, whichever is more.
+
+        Raises:
+            BufferTooSmallError: Even one matrix per owner and wave needs more.
+        """
+        if not self._plan.matrices:
+            return self._plan
+        best: Plan | None = None
+        for plan in self._plans():
+            peak = max(plan.peak_bytes)
+            if peak <= (AUTO_BYTES if bound is None else bound):
+                return plan
+            if bound is None and plan.main.slots < self._method.slots:
+                break
+            if best is None or peak < max(best.peak_bytes):
+                best = plan
+        assert best is not None
+        if bound is None:
+            return best
+        largest = max(self._plan.matrices, key=lambda m: m.numel)
+        raise BufferTooSmallError(largest, max(best.peak_bytes))
+
+    def _plans(self) -> Iterator[Plan]:
+        """From the fewest waves to the most, and then with fewer of them under way."""
+        cuts = [
+            (lane, self._lane_peaks(lane))
+            for lane in (replace(self._plan.main, waves=waves) for waves in self._cuts())
+        ]
+        for main, peaks in cuts:
+            yield self._with(main, peaks, *self._split[0])
+        for lane in list(_with_fewer_slots(cuts[-1][0]))[1:]:
+            peaks = self._lane_peaks(lane)
+            for split in self._split:
+                yield self._with(lane, peaks, *split)
+
+    def _with(
+        self, main: Lane, main_peaks: Mapping[int, int], split: Lane, split_peaks: Mapping[int, int]
+    ) -> Plan:
+        peaks = tuple(
+            main_peaks.get(rank, 0) + split_peaks.get(rank, 0)
+            for rank in range(self._plan.group.size)
+        )
+        return replace(self._plan, main=main, split=split, peak_bytes=peaks)
+
+    def _cuts(self) -> Iterator[tuple[tuple[int, ...], ...]]:
+        cap = initial_cap(
+            owners=self._owners,
+            numels=self._numels,
+            least=self._method.min_wave_elements,
+            waves=self._method.target_waves,
+        )
+        while True:
+            cut = cut_by_owner(owners=self._owners, numels=self._numels, cap=cap)
+            yield tuple(tuple(self._whole[position] for position in wave) for wave in cut)
+            if cap <= min(self._numels, default=cap):
+                return
+            cap = cap * 3 // 4
+
+    def _lane_peaks(self, lane: Lane) -> dict[int, int]:
+        alone = self._plan.group.size == 1
+        schemes = self._plan.schemes
+        uses = [
+            wave_uses([schemes[index] for index in wave], self._plan.itemsizes, alone=alone)
+            for wave in lane.waves
+        ]
+        return lane_peaks(uses, self._method.phases, slots=lane.slots, alone=lane.alone)
+
+
+def _with_fewer_slots(lane: Lane) -> Iterator[Lane]:
+    for slots in range(lane.slots, 0, -1):
+        yield replace(lane, slots=slots)
+
+
+def _split_waves(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    """Waves in which no rank has more than one part, as few as first fit needs."""
     waves: list[list[int]] = []
     busy: list[set[int]] = []
     for index, scheme in enumerate(plan.schemes):
@@ -166,40 +300,7 @@ def _with_split_waves(plan: Plan, buffer_bytes: int) -> Plan:
             busy.append(set())
         waves[number].append(index)
         busy[number] |= ranks
-    if not waves:
-        return plan
-    is_all = sum(map(len, waves)) == len(plan.schemes)
-    room = buffer_bytes if is_all else buffer_bytes // 2
-    plan = replace(plan, split=Lane(waves=tuple(map(tuple, waves)), slots=SPLIT_SLOTS))
-    while plan.split.slots > 1 and max(plan.peak_bytes) > room:
-        plan = replace(plan, split=replace(plan.split, slots=plan.split.slots - 1))
-    return plan
-
-
-def _with_main_waves(plan: Plan, buffer_bytes: int, least: int | None) -> Plan:
-    """The plan with the fewest waves (but enough to overlap) whose peak fits on every rank.
-
-    Raises:
-        BufferTooSmallError: As ``make_plan``.
-    """
-    if not plan.matrices:
-        return plan
-    whole = [index for index, scheme in enumerate(plan.schemes) if len(scheme.ranks) == 1]
-    numels = [plan.matrices[index].numel for index in whole]
-    owners = [plan.owners[index] for index in whole]
-    cap = initial_cap(owners=owners, numels=numels, least=least)
-    smallest: int | None = None
-    while True:
-        cut = cut_by_owner(owners=owners, numels=numels, cap=cap)
-        waves = tuple(tuple(whole[position] for position in wave) for wave in cut)
-        plan = replace(plan, main=replace(plan.main, waves=waves))
-        peak = max(plan.peak_bytes)
-        if peak <= buffer_bytes:
-            return plan
-        smallest = peak if smallest is None else min(smallest, peak)
-        if cap <= min(numels, default=cap):
-            raise BufferTooSmallError(max(plan.matrices, key=lambda m: m.numel), smallest)
-        cap = cap * 3 // 4
+    return tuple(map(tuple, waves))
 
 
 def cut_by_owner(
@@ -231,10 +332,16 @@ def cut_by_owner(
     return tuple(map(tuple, waves))
 
 
-def initial_cap(*, owners: Sequence[int], numels: Sequence[int], least: int | None = None) -> int:
-    """Elements per owner and wave when memory is no concern; at least MIN_WAVE_ELEMENTS if None."""
+def initial_cap(
+    *,
+    owners: Sequence[int],
+    numels: Sequence[int],
+    least: int = MIN_WAVE_ELEMENTS,
+    waves: int = TARGET_WAVES,
+) -> int:
+    """Elements per owner and wave when memory is no concern."""
     owned: dict[int, int] = defaultdict(int)
     for owner, numel in zip(owners, numels, strict=True):
         owned[owner] += numel
     busiest = max(owned.values(), default=0)
-    return max(-(-busiest // TARGET_WAVES), MIN_WAVE_ELEMENTS if least is None else least)
+    return max(-(-busiest // waves), least)

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_muon.placement.plan import Plan
 from megatron_muon.placement.regions import Piece, Region, Share, merged
-from megatron_muon.placement.schemes import SOURCE, UPDATE, Round, Scheme
+from megatron_muon.placement.schemes import CAPTURED, SOURCE, UPDATE, Round, Scheme
 
 Slot = tuple[int, int]
 """(first element, number of elements) in a message buffer."""
+
+Rows = tuple[int, int]
+"""(first, end) of some rows of a matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,7 @@ class FlatPiece:
     """Elements of one of this rank's flat ranges, and their place in a message.
 
     Attributes:
+        matrix: Index into ``Plan.matrices``.
         parameter: Index into ``Plan.parameters``.
         start: First element, counted from the start of this rank's range.
         rows: Number of intervals of equal length, ``stride`` apart; contiguous in the message.
@@ -53,6 +57,7 @@ class FlatPiece:
         offset: First element in the message.
     """
 
+    matrix: int
     parameter: int
     start: int
     rows: int
@@ -79,6 +84,43 @@ class Patch:
     matrix: int
     region: Region
     offset: int
+
+    def within(self, rows: Rows) -> Patch | None:
+        """What of it is in some rows, counted from the first of them."""
+        first, region = _rows_within(self.region, rows)
+        if region is None:
+            return None
+        return Patch(
+            matrix=self.matrix, region=region, offset=self.offset + first * self.region.cols
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPiece(FlatPiece):
+    """Elements of a flat range of this rank that belong to what it computes itself.
+
+    Attributes:
+        region: Rows and columns, counted in the matrix or panel.
+        is_source: As in ``Share``.
+    """
+
+    region: Region
+    is_source: bool
+
+    def within(self, rows: Rows) -> LocalPiece | None:
+        """What of it is in some rows, counted from the first of them."""
+        first, region = _rows_within(self.region, rows)
+        if region is None:
+            return None
+        start = self.start + first * self.stride
+        return replace(self, start=start, rows=region.rows, region=region)
+
+
+def _rows_within(region: Region, rows: Rows) -> tuple[int, Region | None]:
+    first, end = max(region.row, rows[0]), min(region.row + region.rows, rows[1])
+    if first >= end:
+        return 0, None
+    return first - region.row, replace(region, row=first - rows[0], rows=end - first)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +150,7 @@ class HeldMatrix:
             offset += piece.numel
         for start, rows, cols, stride, first in merged(placed):
             yield FlatPiece(
+                matrix=self.index,
                 parameter=self.parameter,
                 start=start - self.range_start,
                 rows=rows,
@@ -140,10 +183,9 @@ class WaveProgram:
         factored: Matrices whose factors it computes from products that it receives.
         part: Index of the matrix that it computes a panel of, None without one.
         messages: What it sends and receives; the same rounds on every rank, ascending.
-        packed: Elements that it packs into SOURCE.
-        assembled: Where the elements of SOURCE belong in what it computes.
-        returned: Where the elements of UPDATE are in what it computed.
-        applied: Elements of its ranges that UPDATE has elements for.
+        local: Elements that it holds of what it computes; they are in no message.
+        held_elements: Elements of its ranges that each message carries or brings elements for.
+        computed_elements: Where the elements of each message belong in what it computes.
     """
 
     held: tuple[HeldMatrix, ...]
@@ -151,10 +193,9 @@ class WaveProgram:
     factored: tuple[int, ...]
     part: int | None
     messages: Mapping[Round, Message]
-    packed: tuple[FlatPiece, ...]
-    assembled: tuple[Patch, ...]
-    returned: tuple[Patch, ...]
-    applied: tuple[FlatPiece, ...]
+    local: tuple[LocalPiece, ...]
+    held_elements: Mapping[Round, tuple[FlatPiece, ...]]
+    computed_elements: Mapping[Round, tuple[Patch, ...]]
 
 
 def compile_wave(plan: Plan, wave: Sequence[int], rank: int) -> WaveProgram:
@@ -189,13 +230,17 @@ def compile_wave(plan: Plan, wave: Sequence[int], rank: int) -> WaveProgram:
             continue
         if len(scheme.ranks) > 1:
             part = index
-        elif scheme.sends_elements(SOURCE):
+        elif scheme.assembles:
             by_shape[plan.matrices[index].shape].append(index)
         else:
             factored.append(index)
     rounds = sorted({where for index in wave for where in plan.schemes[index].messages})
     messages = {where: _message(plan, wave, rank, where) for where in rounds}
-    source, update = messages[SOURCE], messages[UPDATE]
+    elements = [
+        (where, messages[where], where == SOURCE)
+        for where in (SOURCE, UPDATE, CAPTURED)
+        if where in messages
+    ]
     return WaveProgram(
         held=tuple(held),
         batches=tuple(
@@ -204,10 +249,17 @@ def compile_wave(plan: Plan, wave: Sequence[int], rank: int) -> WaveProgram:
         factored=tuple(factored),
         part=part,
         messages=messages,
-        packed=tuple(_elements_held(held, SOURCE, source.sent)),
-        assembled=tuple(_elements_computed(plan, rank, SOURCE, source.received)),
-        returned=tuple(_elements_computed(plan, rank, UPDATE, update.sent)),
-        applied=tuple(_elements_held(held, UPDATE, update.received)),
+        local=tuple(_elements_kept(held, rank)),
+        held_elements={
+            where: tuple(_elements_held(held, where, message.sent if out else message.received))
+            for where, message, out in elements
+        },
+        computed_elements={
+            where: tuple(
+                _elements_computed(plan, rank, where, message.received if out else message.sent)
+            )
+            for where, message, out in elements
+        },
     )
 
 
@@ -240,16 +292,48 @@ def _slots(
     return slots, tuple(counts)
 
 
+def _elements_kept(held: Sequence[HeldMatrix], rank: int) -> Iterator[LocalPiece]:
+    """This rank's elements of the matrices and panels that it computes."""
+    for entry in held:
+        scheme = entry.scheme
+        if rank not in scheme.ranks or not scheme.assembles:
+            continue
+        whole = scheme.region(scheme.ranks.index(rank))
+        for piece in entry.share.pieces(whole):
+            yield LocalPiece(
+                parameter=entry.parameter,
+                start=piece.start - entry.range_start,
+                rows=piece.rows,
+                cols=piece.cols,
+                stride=piece.stride,
+                offset=0,
+                matrix=entry.index,
+                region=_inside(piece, whole),
+                is_source=entry.share.is_source,
+            )
+
+
+def _inside(piece: Region, whole: Region) -> Region:
+    """A region with rows and columns counted in another that contains it."""
+    return Region(
+        row=piece.row - whole.row,
+        rows=piece.rows,
+        col=piece.col - whole.col,
+        cols=piece.cols,
+    )
+
+
 def _elements_held(
     held: Sequence[HeldMatrix], where: Round, slots: Mapping[tuple[int, int], Slot]
 ) -> Iterator[FlatPiece]:
     """This rank's elements of every slot, in the order of the message."""
     by_index = {entry.index: entry for entry in held}
     for (index, partner), slot in slots.items():
-        scheme = by_index[index].scheme
-        if scheme.sends_elements(where):
+        entry = by_index[index]
+        scheme = entry.scheme
+        if scheme.carries_elements(where, entry.share):
             region = scheme.region(scheme.ranks.index(partner))
-            yield from by_index[index].pieces(slot, region)
+            yield from entry.pieces(slot, region)
 
 
 def _elements_computed(
@@ -258,16 +342,10 @@ def _elements_computed(
     """Regions of the matrices and panels that this rank computes, for every slot."""
     for (index, partner), (offset, _) in slots.items():
         scheme = plan.schemes[index]
-        if not scheme.sends_elements(where):
+        (share,) = (share for share in scheme.shares if share.rank == partner)
+        if not scheme.carries_elements(where, share):
             continue
         whole = scheme.region(scheme.ranks.index(rank))
-        (share,) = (share for share in scheme.shares if share.rank == partner)
         for piece in share.pieces(whole):
-            region = Region(
-                row=piece.row - whole.row,
-                rows=piece.rows,
-                col=piece.col - whole.col,
-                cols=piece.cols,
-            )
-            yield Patch(matrix=index, region=region, offset=offset)
+            yield Patch(matrix=index, region=_inside(piece, whole), offset=offset)
             offset += piece.numel

@@ -57,6 +57,11 @@ class Region:
     cols: int
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, columns)."""
+        return self.rows, self.cols
+
+    @property
     def numel(self) -> int:
         """Number of elements."""
         return self.rows * self.cols

@@ -4,8 +4,8 @@
 ``Factors``  products with low-rank factors go to one owner, factors come back (Orth-Dion)
 ``Panels``   several ranks compute it together, each a panel of its longer side (dmuon)
 
-A scheme says in which rounds messages are sent, how many elements each carries between two ranks,
-and what memory it needs there. Waves, programs, byte counts and memory bounds know no more of it.
+A scheme says in which rounds messages are sent, and how many elements each carries between two
+ranks. Waves, programs and byte counts know no more of it.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ RESPONSE = Round(3, "response")
 UPDATE = Round(1 << 20, "update")
 """Owner to holders: elements of the update, or its factors."""
 
+CAPTURED = Round((1 << 20) + 1, "captured")
+"""Owner to holders: elements of U Wᵀ, where the update came as elements."""
+
 
 def request(number: int) -> Round:
     """Among the ranks that compute the panels of one matrix: their request of this number."""
@@ -53,7 +56,10 @@ def request(number: int) -> Round:
 
 
 Messages = Mapping[Round, tuple[tuple[int, int, int], ...]]
-"""For every round (source, target, elements) of each message, a rank's to itself included."""
+"""For every round (source, target, elements) of each message."""
+
+Work = tuple[int, int, int]
+"""(rank, floating-point operations, estimated time)."""
 
 
 class Scheme(Protocol):
@@ -72,28 +78,26 @@ class Scheme(Protocol):
         """The ranks that compute it, ascending; the first one counts as its owner."""
 
     @property
-    def flops(self) -> tuple[int, ...]:
-        """Floating-point operations of each of them."""
-
-    @property
-    def costs(self) -> tuple[int, ...]:
-        """Estimated time of each of them."""
+    def work(self) -> tuple[Work, ...]:
+        """What each rank computes for it; a rank may be listed more than once."""
 
     @property
     def messages(self) -> Messages:
-        """What is sent in every round."""
+        """What is sent in every round.
 
-    def sends_elements(self, where: Round) -> bool:
+        The elements that a rank holds of what it computes are not sent; other messages may be of a
+        rank to itself.
+        """
+
+    @property
+    def assembles(self) -> bool:
+        """Whether elements are brought together, not products with them."""
+
+    def carries_elements(self, where: Round, share: Share) -> bool:
         """True where a message carries the elements of a share, in the order of ``pieces``."""
 
     def region(self, number: int) -> Region:
         """What rank number ``number`` of ``ranks`` computes."""
-
-    def kept_elements(self) -> Iterator[tuple[int, int]]:
-        """(rank, elements) held from the first message of the wave to the last."""
-
-    def computed_elements(self) -> Iterator[tuple[int, int]]:
-        """(rank, elements) held while the matrices of a wave are computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,15 +108,15 @@ class Whole:
         shape: (m, n).
         shares: What each rank holds.
         owner: The rank that computes it.
-        work: (operations, estimated time).
+        cost: (operations, estimated time).
         factors: Set where the update has low rank: a holder then gets its rows of U, V and the
-            core, or its elements of U Vᵀ and U Wᵀ, whichever is less.
+            core, or its elements of U Vᵀ and, in a message of its own, of U Wᵀ, whichever is less.
     """
 
     shape: tuple[int, int]
     shares: tuple[Share, ...]
     owner: int
-    work: tuple[int, int]
+    cost: tuple[int, int]
     factors: FactorShape | None = None
 
     @property
@@ -121,50 +125,41 @@ class Whole:
         return (self.owner,)
 
     @property
-    def flops(self) -> tuple[int, ...]:
-        """Operations of the owner."""
-        return self.work[:1]
-
-    @property
-    def costs(self) -> tuple[int, ...]:
-        """Estimated time of the owner."""
-        return self.work[1:]
+    def work(self) -> tuple[Work, ...]:
+        """All of it, on the owner."""
+        return ((self.owner, *self.cost),)
 
     @cached_property
     def messages(self) -> Messages:
         """Elements to the owner, the update back."""
-        return {
-            SOURCE: tuple((s.rank, self.owner, s.numel) for s in self.shares if s.is_source),
-            UPDATE: tuple((self.owner, s.rank, self._returned(s)) for s in self.shares),
+        others = [share for share in self.shares if share.rank != self.owner]
+        found = {
+            SOURCE: tuple((s.rank, self.owner, s.numel) for s in others if s.is_source),
+            UPDATE: tuple((self.owner, s.rank, self._returned(s)) for s in others),
         }
+        if self.factors is not None:
+            found[CAPTURED] = tuple(
+                (self.owner, s.rank, s.numel) for s in others if self.factors.returns_elements(s)
+            )
+        return found
 
     def _returned(self, share: Share) -> int:
-        if self.factors is None:
+        if self.factors is None or self.factors.returns_elements(share):
             return share.numel
-        return min(2 * share.numel, self.factors.factor_elements(share))
+        return self.factors.factor_elements(share)
 
-    def sends_elements(self, where: Round) -> bool:
-        """Both ways, but for a low-rank update."""
-        return where == SOURCE or (where == UPDATE and self.factors is None)
+    @property
+    def assembles(self) -> bool:
+        """Yes."""
+        return True
+
+    def carries_elements(self, where: Round, share: Share) -> bool:
+        """Both ways, unless factors of a low-rank update are fewer."""
+        return where == SOURCE or self.factors is None or self.factors.returns_elements(share)
 
     def region(self, number: int) -> Region:
         """All of it."""
         return Region(row=0, rows=self.shape[0], col=0, cols=self.shape[1])
-
-    def kept_elements(self) -> Iterator[tuple[int, int]]:
-        """Nothing."""
-        yield from ()
-
-    def computed_elements(self) -> Iterator[tuple[int, int]]:
-        """The matrix, on its owner; of a low-rank update also its products with the factors."""
-        numel, factors = self.shape[0] * self.shape[1], self.factors
-        if factors is None:
-            yield self.owner, numel
-            return
-        yield self.owner, numel + factors.product_elements
-        for share in self.shares:
-            if not factors.returns_elements(share):
-                yield share.rank, share.rows * factors.rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,29 +179,19 @@ class Factors:
     Attributes:
         shares: What each rank holds.
         owner: The rank that computes the factors.
-        work: (operations, estimated time).
+        work: Products on the holders, factors on the owner.
         factors: Their shape.
     """
 
     shares: tuple[Share, ...]
     owner: int
-    work: tuple[int, int]
+    work: tuple[Work, ...]
     factors: FactorShape
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The owner."""
         return (self.owner,)
-
-    @property
-    def flops(self) -> tuple[int, ...]:
-        """Operations, all counted as the owner's."""
-        return self.work[:1]
-
-    @property
-    def costs(self) -> tuple[int, ...]:
-        """Estimated time, all counted as the owner's."""
-        return self.work[1:]
 
     @cached_property
     def messages(self) -> Messages:
@@ -222,25 +207,18 @@ class Factors:
             UPDATE: tuple((owner, s.rank, (shape.v_rows(s) + r) * r) for s in self.shares),
         }
 
-    def sends_elements(self, where: Round) -> bool:
+    @property
+    def assembles(self) -> bool:
+        """No."""
+        return False
+
+    def carries_elements(self, where: Round, share: Share) -> bool:
         """Never."""
         return False
 
     def region(self, number: int) -> Region:
         """All of it."""
         return self.factors.region
-
-    def kept_elements(self) -> Iterator[tuple[int, int]]:
-        """B padded to whole rows, where it is not dense."""
-        for share in self.shares:
-            if share.is_source and not share.is_dense:
-                yield share.rank, share.rows * share.cols
-
-    def computed_elements(self) -> Iterator[tuple[int, int]]:
-        """The factors, on their owner; one of them times the core, on each holder."""
-        yield self.owner, self.factors.product_elements
-        for share in self.shares:
-            yield share.rank, share.rows * self.factors.rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,8 +229,7 @@ class Panels:
         shape: (m, n).
         shares: What each rank holds.
         ranks: The ranks; number J of them has panel J and block row J.
-        flops: Operations of each.
-        costs: Estimated time of each.
+        work: What each computes.
         requests: Kinds of the messages among them, in order: ``scalars`` first and once, then
             ``partials`` and ``rows``.
     """
@@ -260,8 +237,7 @@ class Panels:
     shape: tuple[int, int]
     shares: tuple[Share, ...]
     ranks: tuple[int, ...]
-    flops: tuple[int, ...]
-    costs: tuple[int, ...]
+    work: tuple[Work, ...]
     requests: tuple[str, ...]
 
     @property
@@ -288,21 +264,26 @@ class Panels:
             (share, rank, elements)
             for share in self.shares
             for rank, panel in zip(self.ranks, self.panels, strict=True)
-            if (elements := share.elements_in(panel))
+            if rank != share.rank and (elements := share.elements_in(panel))
         ]
         found[SOURCE] = tuple((s.rank, rank, n) for s, rank, n in inside if s.is_source)
         found[UPDATE] = tuple((rank, s.rank, n) for s, rank, n in inside)
         return found
 
     def _request(self, kind: str) -> Iterator[tuple[int, int, int]]:
+        """What every rank sends to every rank, itself included."""
         short = min(self.shape)
         for source, sender in enumerate(self.ranks):
             for target, receiver in enumerate(self.ranks):
                 start, end = self.rows[target if kind == "partials" else source]
-                if sender != receiver:
-                    yield sender, receiver, 2 if kind == "scalars" else (end - start) * short
+                yield sender, receiver, 2 if kind == "scalars" else (end - start) * short
 
-    def sends_elements(self, where: Round) -> bool:
+    @property
+    def assembles(self) -> bool:
+        """Yes, panel by panel."""
+        return True
+
+    def carries_elements(self, where: Round, share: Share) -> bool:
         """Both ways, but not in the requests."""
         return where in (SOURCE, UPDATE)
 
@@ -310,44 +291,43 @@ class Panels:
         """Its panel."""
         return self.panels[number]
 
-    def kept_elements(self) -> Iterator[tuple[int, int]]:
-        """Each rank its panel."""
-        for rank, panel in zip(self.ranks, self.panels, strict=True):
-            yield rank, panel.numel
-
-    def computed_elements(self) -> Iterator[tuple[int, int]]:
-        """Nothing more."""
-        yield from ()
-
 
 SchemeFunction = Callable[[tuple[int, int], tuple[Share, ...], int, tuple[int, int]], Scheme]
-"""Scheme of a matrix with one owner, from shape, shares, owner, (operations, time)."""
+"""Scheme of a matrix with one owner, from shape, shares, owner, (operations, time) as a whole."""
 
 FactorChoice = Literal["auto", "factors", "matrix"]
 
 
 def whole_scheme(
-    shape: tuple[int, int], shares: tuple[Share, ...], owner: int, work: tuple[int, int]
+    shape: tuple[int, int], shares: tuple[Share, ...], owner: int, cost: tuple[int, int]
 ) -> Scheme:
     """The scheme of dmuon: the owner gets the elements and returns those of the update."""
-    return Whole(shape=shape, shares=shares, owner=owner, work=work)
+    return Whole(shape=shape, shares=shares, owner=owner, cost=cost)
 
 
-def factor_scheme(rank: Callable[[int, int], int], choice: FactorChoice) -> SchemeFunction:
+def factor_scheme(
+    rank: Callable[[int, int], int], of_factors: Callable[[int, int], int], choice: FactorChoice
+) -> SchemeFunction:
     """The scheme of a low-rank update.
 
     Args:
         rank: r of an (m, n) matrix.
+        of_factors: Of its operations those on the factors alone, which the owner does.
         choice: ``auto`` takes for each matrix what sends fewer elements, the matrix where equal.
     """
 
     def scheme(
-        shape: tuple[int, int], shares: tuple[Share, ...], owner: int, work: tuple[int, int]
+        shape: tuple[int, int], shares: tuple[Share, ...], owner: int, cost: tuple[int, int]
     ) -> Scheme:
         factors = FactorShape.of(shape, rank(*shape))
-        by_factors: Scheme = Factors(shares=shares, owner=owner, work=work, factors=factors)
+        own = of_factors(*shape)
+        # Four products with factors for each element, on whoever holds it.
+        products = tuple((s.rank, c := 8 * s.rows * s.cols * factors.rank, c) for s in shares)
+        by_factors: Scheme = Factors(
+            shares=shares, owner=owner, work=(*products, (owner, own, own)), factors=factors
+        )
         by_matrix: Scheme = Whole(
-            shape=shape, shares=shares, owner=owner, work=work, factors=factors
+            shape=shape, shares=shares, owner=owner, cost=cost, factors=factors
         )
         if choice == "auto":
             return min(by_matrix, by_factors, key=sent_elements)

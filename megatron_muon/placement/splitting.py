@@ -127,7 +127,6 @@ def choose_ranks(
     ranks: int,
     ranks_per_node: int,
     splitting: Splitting | None,
-    buffer_bytes: int,
 ) -> Choice:
     """Owners, and several ranks for a matrix where whole matrices would take longer.
 
@@ -139,11 +138,9 @@ def choose_ranks(
         ranks: Number of ranks.
         ranks_per_node: As for ``assign_ranks``.
         splitting: How matrices can be split; None splits none.
-        buffer_bytes: Bound on a rank's buffers: a matrix whose messages among its ranks cannot fit
-            is not split.
     """
     costs = _PartCosts(candidates, splitting)
-    limits = [_most_parts(costs, i, ranks, buffer_bytes) for i in range(len(candidates))]
+    limits = [_most_parts(costs, i, ranks) for i in range(len(candidates))]
     possible = smallest_possible(
         (options_of(costs.smallest(i, limit)) for i, limit in enumerate(limits)), ranks
     )
@@ -298,15 +295,12 @@ class _PartCosts:
         return self._smallest[key]
 
 
-def _most_parts(costs: _PartCosts, index: int, ranks: int, buffer_bytes: int) -> int:
+def _most_parts(costs: _PartCosts, index: int, ranks: int) -> int:
     """Number of ranks at which a part of a matrix takes least; 1 where it may not be split."""
     candidate, splitting = costs.candidates[index], costs.splitting
     if splitting is None or candidate.flops < splitting.min_flops:
         return 1
-    short, long = sorted(candidate.shape)
-    if 2 * short * short * splitting.itemsize > buffer_bytes:
-        return 1
-    most = min(splitting.most_ranks, ranks, long)
+    most = min(splitting.most_ranks, ranks, max(candidate.shape))
     return min(range(1, most + 1), key=lambda count: costs(index, count))
 
 

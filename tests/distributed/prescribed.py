@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_muon.exchange import Exchange, check_agreement
-from megatron_muon.linalg import Workspace, coefficient_schedule
+from megatron_muon.linalg import coefficient_schedule
 from megatron_muon.matrices import (
     WHOLE,
     Packing,
@@ -302,7 +302,6 @@ def run_rank(
         dtypes=rule.dtypes,
         device=torch.device("cpu"),
     )
-    workspace = Workspace()
 
     def mine(name: str, whole: torch.Tensor, owned: tuple[int, int]) -> torch.Tensor:
         return shard(by_name[name], whole, setting.tp, tp_rank)[owned[0] : owned[1]].clone()
@@ -331,7 +330,7 @@ def run_rank(
                 owned_range.grad = mine(parameter.name, whole, parameter.ranges[dp_rank])
         counter = FlopCounterMode(display=False)
         with counter if count_flops else nullcontext():
-            rule.step(state, exchange, {}, workspace)
+            rule.step(state, exchange, {})
         flops.append(counter.get_total_flops())
         counters.append(exchange.counters)
     return {

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from megatron_muon.exchange import Exchange, check_agreement
-from megatron_muon.linalg import Workspace
 from megatron_muon.matrices import logical_matrices
 from megatron_muon.optim import MatrixRange, OrthDionRule
 from megatron_muon.placement import ExchangeGroup, Plan, make_plan
@@ -50,6 +49,7 @@ def rule_of(setting: DionSetting) -> OrthDionRule:
         extra_scale_factor=0.5,
         rank_compensation=setting.rank_compensation,
         state_dtype=setting.dtype,
+        exchange_dtype=setting.dtype,
     )
 
 
@@ -61,7 +61,7 @@ def factor_plan_of(setting: DionSetting, entries: list[Whole]) -> Plan:
         group=ExchangeGroup(tp=setting.tp, dp=setting.dp),
         parameters=parameters,
         matrices=[m for p in parameters for m in logical_matrices(p, split=setting.split)],
-        method=rule.method(setting.scheme, itemsize=setting.dtype.itemsize),
+        method=rule.method(setting.scheme),
         buffer_bytes=int(setting.buffer_mb * 2**20),
     )
 
@@ -84,7 +84,7 @@ def run_dion_rank(
         plan,
         rank=rank,
         transport=LateDelivery(dist.group.WORLD),
-        dtypes=dict.fromkeys(plan.itemsizes, setting.dtype),
+        dtypes=rule.dtypes,
         device=device,
     )
 
@@ -110,7 +110,7 @@ def run_dion_rank(
             if parameter.name in state:
                 whole = gradient_of(by_name[parameter.name], step, setting.dtype)
                 state[parameter.name].grad = mine(parameter.name, whole, parameter.ranges[dp_rank])
-        rule.step([state.get(p.name) for p in plan.parameters], exchange, factors, Workspace())
+        rule.step([state.get(p.name) for p in plan.parameters], exchange, factors)
         counters.append(exchange.counters)
     return {
         "masters": {name: r.master for name, r in state.items()},

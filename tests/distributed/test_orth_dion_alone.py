@@ -118,14 +118,19 @@ def test_every_setting_equals_one_process(ranks: Ranks, changes: dict[str, Any],
     assert errors(ranks, setting, model()) < 1e-10
 
 
-def raw_signs(w: torch.Tensor, previous: torch.Tensor, kind: str) -> RightFactor:
-    """The well-known mistake, in place of ``linalg.right_factor``."""
-    v, core = torch.linalg.qr(w)
-    return RightFactor(update=v, kept=v, core=core)
+class RawSigns:
+    """The well-known mistake, in place of ``linalg.Refresh``."""
+
+    def __init__(self, w: torch.Tensor, previous: torch.Tensor, kind: str, **_: Any) -> None:
+        self.v, self.core = torch.linalg.qr(w)
+        self.is_unsettled = torch.tensor(False)
+
+    def settled(self, is_unsettled: bool) -> RightFactor:
+        return RightFactor(update=self.v, kept=self.v, core=self.core)
 
 
 def test_raw_signs_are_told_from_the_method(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_muon.optim.orth_dion.right_factor", raw_signs)
+    monkeypatch.setattr("megatron_muon.optim.dion_owner.Refresh", RawSigns)
     setting = DionSetting(tp=2, dp=2, dtype=torch.float64, steps=3)
     assert errors(ranks, setting, model()) > 1e-3
 
@@ -135,7 +140,7 @@ def test_raw_signs_are_told_from_the_method(ranks: Ranks, monkeypatch: pytest.Mo
 def test_bytes_messages_and_peaks_are_those_of_the_plan(
     ranks: Ranks, tp: int, dp: int, scheme: Any
 ) -> None:
-    mb = 0.06
+    mb = 0.02
     setting = DionSetting(tp=tp, dp=dp, dtype=torch.float32, steps=2, scheme=scheme, buffer_mb=mb)
     plan = factor_plan_of(setting, model())
     assert len(plan.main.waves) > 2

@@ -189,8 +189,8 @@ class TestAWrongVariantFails:
 
         def forgets_the_last_wave(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            main = self._lanes[0]
-            main.programs = main.programs[:-1]
+            (lane, programs), split = self._lanes
+            self._lanes = ((lane, programs[:-1]), split)
 
         assert errors(ranks, setting, entries) < 1e-10
         monkeypatch.setattr(runner.Exchange, "__init__", forgets_the_last_wave)

@@ -227,8 +227,8 @@ class TestAWrongVariantFails:
 
         def forgets_the_last_wave(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            main = self._lanes[0]
-            main.programs = main.programs[:-1]
+            (lane, programs), split = self._lanes
+            self._lanes = ((lane, programs[:-1]), split)
 
         run = dataclasses.replace(self.run, config=SEVERAL_WAVES)
         assert self.error(ranks, run) < 1e-5

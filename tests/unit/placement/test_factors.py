@@ -7,7 +7,7 @@ import torch
 
 from megatron_muon.optim.dion_rule import OrthDionRule
 from megatron_muon.placement import Plan, make_plan
-from megatron_muon.placement.schemes import SOURCE, FactorChoice
+from megatron_muon.placement.schemes import FactorChoice
 from tests.distributed.prescribed import Whole, gate_up
 from tests.unit.placement.stages import (
     UNBOUNDED,
@@ -119,7 +119,7 @@ def test_each_matrix_takes_the_cheaper_scheme(tp: int, dp: int, fraction: float)
         plan = factor_plan(stage, fraction)
         totals = counted(stage, plan)
         for scheme, elements in zip(plan.schemes, totals, strict=True):
-            chosen = "matrix" if scheme.sends_elements(SOURCE) else "factors"
+            chosen = "matrix" if scheme.assembles else "factors"
             assert elements[chosen] == min(elements["factors"], elements["matrix"])
         assert sent(plan) == 4 * sum(
             min(elements["factors"], elements["matrix"]) for elements in totals

@@ -34,20 +34,17 @@ def cuts(length: int, count: int) -> tuple[tuple[int, int], ...]:
     return tuple(itertools.pairwise(ends))
 
 
-def answers(
-    requests: Sequence[PanelRequest], rows: Sequence[tuple[int, int]]
-) -> list[list[torch.Tensor]]:
-    """What a perfect network gives to every worker."""
+def exchange(requests: Sequence[PanelRequest], rows: Sequence[tuple[int, int]], m: int) -> None:
+    """What a perfect network does."""
     (kind,) = {request.kind for request in requests}
-    tensors = [request.tensor for request in requests]
-    if kind == "scalars":
-        return [[t.clone() for t in tensors] for _ in requests]
-    if kind == "partials":
-        return [[t[start:end].clone() for t in tensors] for start, end in rows]
-    for target in tensors:
-        for source, (start, end) in zip(tensors, rows, strict=True):
-            target[start:end] = source[start:end]
-    return [[] for _ in requests]
+    sizes = [2 if kind == "scalars" else (end - start) * m for start, end in rows]
+    # Of what each sends, by receiver: the receiver's block row, or the sender's own, once each.
+    parts = [
+        request.sent.clone().split(sizes if kind == "partials" else [sizes[number]] * len(requests))
+        for number, request in enumerate(requests)
+    ]
+    for number, request in enumerate(requests):
+        torch.cat([part[number] for part in parts], out=request.received)
 
 
 def shared(
@@ -56,7 +53,6 @@ def shared(
     """The result of all workers together, and the kinds of their requests."""
     m, n = x.shape
     rows = cuts(m, workers)
-    space = Workspace()
     running = [
         orthogonalize_panel_(
             x[:, start:end].clone(memory_format=torch.contiguous_format),
@@ -64,25 +60,24 @@ def shared(
             segments,
             compute_dtype=dtype,
             scale=scale,
-            workspace=space,
-            name=f"{number}.",
+            workspace=Workspace(),
         )
         for number, (start, end) in enumerate(cuts(n, workers))
     ]
     requests, kinds = [next(worker) for worker in running], []
     while True:
         kinds.append(requests[0].kind)
-        given = answers(requests, rows)
+        exchange(requests, rows, m)
         if kinds[-1] == "rows":
-            squares = [request.tensor for request in requests]
+            squares = [request.received for request in requests]
             assert all(
                 torch.equal(squares[0], square) or squares[0].isnan().any() for square in squares
             )
         done: list[torch.Tensor] = []
         following = []
-        for worker, answer in zip(running, given, strict=True):
+        for worker in running:
             try:
-                following.append(worker.send(answer))
+                following.append(next(worker))
             except StopIteration as stopped:
                 done.append(stopped.value)
         if done:

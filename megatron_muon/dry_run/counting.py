@@ -1,0 +1,160 @@
+"""Kernel launches, FLOPs, host reads and bytes alive of whatever runs inside a ``with`` block."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
+"""Operations that multiply matrices, and the position of the first factor."""
+
+_ALLOCATIONS = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_"}
+)
+_MOST_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36}
+_MOST_BLOCKS = 320
+_BLOCK = 1 << 16
+"""Of one launch over lists of tensors, by their number: ATen/native/cuda/MultiTensorApply.cuh."""
+
+
+class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what a GPU would do, by the name of the operation.
+
+    Attributes:
+        kernels: Kernel launches by operation.
+        slow: Tensors of operations on lists that go one by one, because layouts or dtypes differ.
+        flops: Floating-point operations of matrix products.
+        alive: Bytes of the tensors that were made inside and are still there.
+        peak: The most that ``alive`` has been.
+
+    Args:
+        known: Tensors whose memory is not counted.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kernels: Counter[str] = Counter()
+        self.slow: Counter[str] = Counter()
+        self.flops = 0
+        self.alive = 0
+        self.peak = 0
+        self._sizes: dict[int, int] = {t.untyped_storage()._cdata: 0 for t in known}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation and count it."""
+        found = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        for value in found if isinstance(found, list | tuple) else (found,):
+            if isinstance(value, torch.Tensor):
+                self._see(value)
+        if name in _PRODUCTS:
+            left, right = args[_PRODUCTS[name] :][:2]
+            self.flops += 2 * left.numel() * right.shape[-1]
+        is_kernel = func.namespace == "aten" and name not in _ALLOCATIONS and not _is_view(func)
+        if is_kernel and any(_is_tensor(a) or isinstance(a, list | tuple) for a in args):
+            self.kernels[name] += self._launches(name, args)
+        return found
+
+    def _see(self, value: torch.Tensor) -> None:
+        storage = value.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.alive += storage.nbytes()
+            self.peak = max(self.peak, self.alive)
+            weakref.finalize(storage, self._release, key)
+
+    def _release(self, key: int) -> None:
+        self.alive -= self._sizes.pop(key, 0)
+
+    def _launches(self, name: str, args: Sequence[Any]) -> int:
+        if not name.startswith("_foreach"):
+            return 1
+        lists = [a for a in args if isinstance(a, list | tuple) and a and _is_tensor(a[0])]
+        if _is_fast(name, lists):
+            return _multi_tensor_launches(lists)
+        self.slow[name] += len(lists[0])
+        return len(lists[0])
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and returns[0].alias_info is not None and not func._schema.is_mutable
+
+
+def _is_fast(name: str, lists: Sequence[Sequence[torch.Tensor]]) -> bool:
+    """Whether one kernel takes the whole lists: ATen/native/ForeachUtils.h."""
+    each = [{t.dtype for t in one} for one in lists]
+    same_dtypes = len(set.union(*each)) == 1 or ("copy" in name and all(len(d) == 1 for d in each))
+    return (
+        same_dtypes
+        and all(
+            torch._prims_common.is_non_overlapping_and_dense_or_false(t)
+            for one in lists
+            for t in one
+        )
+        and all(
+            a.shape == b.shape
+            and all(
+                size == 1 or x == y
+                for size, x, y in zip(a.shape, a.stride(), b.stride(), strict=True)
+            )
+            for one in lists[1:]
+            for a, b in zip(lists[0], one, strict=True)
+        )
+    )
+
+
+def _multi_tensor_launches(lists: Sequence[Sequence[torch.Tensor]]) -> int:
+    launches = blocks = tensors = 0
+    for tensor in lists[0]:
+        tensors += 1
+        blocks += -(-tensor.numel() // _BLOCK)
+        launches += blocks // _MOST_BLOCKS
+        if blocks >= _MOST_BLOCKS:
+            blocks %= _MOST_BLOCKS
+            tensors = 1 if blocks else 0
+        if tensors >= _MOST_TENSORS.get(len(lists), 36):
+            launches, tensors, blocks = launches + 1, 0, 0
+    return launches + (blocks > 0)
+
+
+def count_host_reads(run: Callable[[], object]) -> int:
+    """How often something asks a fake tensor for its value; each one is answered with none.
+
+    A flag is not set and ``nonzero`` finds nothing, so that what depends on them is passed by.
+    """
+    reads = 0
+    originals = {name: getattr(torch.Tensor, name) for name in ("nonzero", "__bool__")}
+
+    def nonzero(self: torch.Tensor, **_: Any) -> torch.Tensor:
+        nonlocal reads
+        reads += 1
+        return torch.empty((0, self.dim()), dtype=torch.int64, device=self.device)
+
+    def is_set(self: torch.Tensor) -> bool:
+        nonlocal reads
+        reads += 1
+        return False
+
+    torch.Tensor.nonzero, torch.Tensor.__bool__ = nonzero, is_set  # type: ignore[assignment,method-assign]
+    try:
+        run()
+    except DataDependentOutputException as error:
+        raise RuntimeError(f"the step waits for the value of a tensor ({error})") from error
+    finally:
+        for name, original in originals.items():
+            setattr(torch.Tensor, name, original)
+    return reads

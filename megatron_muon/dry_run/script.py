@@ -1,0 +1,125 @@
+"""Runs a training script, unmodified, until its optimizer is built."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from megatron_muon.cpu import default_flags
+from megatron_muon.dry_run import fake_cuda, fake_groups
+
+# Of the flags that a CPU dictates those that choose a kernel; workers and backends are not started.
+_ONLY_ON_CPU = ("--distributed-backend", "--num-workers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """What the script had built when it was stopped.
+
+    Attributes:
+        mode: The mode in which fake tensors are made.
+        args: Megatron's arguments, validated.
+        model_chunks: Model chunks of this rank, wrapped.
+        optimizer: Our chain of optimizers.
+        summaries: Their parts of the table at start.
+        replaced: Flags that were set for the dry run.
+    """
+
+    mode: FakeTensorMode
+    args: Any
+    model_chunks: Sequence[Any]
+    optimizer: Any
+    summaries: Sequence[Any]
+    replaced: tuple[str, ...]
+
+
+class _BuiltError(Exception):
+    """Carries what was built out of the script."""
+
+    def __init__(self, optimizer: Any, model_chunks: Sequence[Any], summaries: Any) -> None:
+        self.optimizer, self.model_chunks, self.summaries = optimizer, model_chunks, summaries
+
+
+def build(command: Sequence[str], *, world_size: int, rank: int, ranks_per_node: int = 8) -> Built:
+    """Run a script as one rank of a world until its optimizer is built.
+
+    Replaces CUDA, process groups and parts of Megatron for the life of this process.
+
+    Args:
+        command: The script and its arguments.
+        world_size: Number of ranks.
+        rank: The one to be.
+        ranks_per_node: Ranks on one node.
+
+    Raises:
+        ConfigurationError: As a real run would.
+        RuntimeError: The script ended without building an optimizer of ours.
+    """
+    fake_cuda.install()
+    fake_groups.join(world_size=world_size, rank=rank, ranks_per_node=ranks_per_node)
+    from megatron_muon.dry_run import megatron_patches
+    from megatron_muon.integration import builder
+    from megatron_muon.integration.hooks import install
+
+    install()
+    megatron_patches.install()
+    original = builder.get_matrix_optimizer
+    summaries: list[Any] = []
+
+    def built(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
+        optimizer = original(config, model_chunks, *args, **kwargs)
+        raise _BuiltError(optimizer, model_chunks, summaries)
+
+    def report(settings: Any, everyone: Sequence[Any]) -> str:
+        summaries[:] = everyone
+        return ""
+
+    for name, value in (
+        ("get_matrix_optimizer", built),
+        ("check_agreement", lambda **_: None),
+        ("startup_report", report),
+    ):
+        setattr(builder, name, value)
+    # A value on which nothing depends that is planned or counted.
+    item = torch.Tensor.item
+    torch.Tensor.item = lambda self: 0.0 if isinstance(self, FakeTensor) else item(self)  # type: ignore[method-assign]
+    script, replaced = command[0], _replaced_flags(command)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+    sys.argv = [*command, *replaced]
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        with mode:
+            runpy.run_path(script, run_name="__main__")
+    except _BuiltError as found:
+        from megatron.training import get_args
+
+        return Built(
+            mode=mode,
+            args=get_args(),
+            model_chunks=found.model_chunks,
+            optimizer=found.optimizer,
+            summaries=found.summaries,
+            replaced=tuple(replaced),
+        )
+    finally:
+        torch.Tensor.item = item  # type: ignore[method-assign]
+    raise RuntimeError(f"{script} ended without building an optimizer of --optimizer dmuon")
+
+
+def _replaced_flags(command: Sequence[str]) -> list[str]:
+    """Flags that choose layers which need no GPU to be built; later ones win over earlier ones."""
+    found: list[str] = []
+    skipped = False
+    for word in default_flags():
+        if word.startswith("--"):
+            skipped = word in _ONLY_ON_CPU
+        if not skipped:
+            found.append(word)
+    return found

@@ -1,0 +1,319 @@
+"""One matrix orthogonalized by several workers: columns of X, and block rows of what is square.
+
+With the smaller side first, X (m×n) is cut into panels X_J of columns, one for each of g workers;
+the m rows of everything square are cut into g blocks R_J. The iteration is that of
+``newton_schulz``, in the same segments and dtypes, and needs few messages::
+
+    ‖X‖              from the largest entry and the norm of every panel
+    A = Σ X_J X_Jᵀ   R_J of every partial sum goes to worker J, which adds them in a fixed order
+    A, Z, Q          R_J of each product is computed by worker J, then sent to the others
+    X_J ← Q X_J      alone
+
+Every block row is computed by one worker, so all have the same bits. Nothing here knows how
+messages are sent: a worker is a generator that yields a ``PanelRequest`` and goes on once that has
+been exchanged. Two squares are whole on every worker; each serves as the message of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_muon.linalg.coefficients import Schedule
+from megatron_muon.linalg.newton_schulz import (
+    Segments,
+    columns_at_once,
+    multiply_,
+    power_of_two,
+)
+from megatron_muon.linalg.norms import frobenius_norm, largest_magnitude
+from megatron_muon.linalg.precision import full_precision_matmul
+from megatron_muon.linalg.products import gram, symmetric_product_flops
+from megatron_muon.linalg.workspace import Workspace
+
+_MOST_ELEMENTS_OF_A_SUM = 1 << 22
+
+RequestKind = Literal["scalars", "partials", "rows"]
+
+
+class PanelRequest(NamedTuple):
+    """What a worker wants to have exchanged; all workers of a matrix want the same at once.
+
+    Both tensors are contiguous, 1-D, and hold a part for (or from) each worker in their order,
+    itself included. ``scalars``: two numbers each. ``partials``: to worker K its block row of a
+    partial sum; from each its part of this worker's. ``rows``: this worker's block row to each;
+    from each its own, which together are the square.
+    """
+
+    kind: RequestKind
+    sent: Tensor
+    received: Tensor
+
+
+PanelWorker = Generator[PanelRequest, None, Tensor]
+"""Yields requests, returns the orthogonalized panel."""
+
+_Steps = Generator[PanelRequest, None, None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PanelWork:
+    """One worker's place in a matrix.
+
+    Attributes:
+        rows: (first, end) of the block rows of all workers; they cover 0 … m, some may be empty.
+        number: Index of this worker.
+    """
+
+    rows: tuple[tuple[int, int], ...]
+    number: int
+
+    @property
+    def longest(self) -> int:
+        """Rows of the largest block."""
+        return max(end - start for start, end in self.rows)
+
+
+def panel_requests(segments: Segments) -> tuple[RequestKind, ...]:
+    """Returns the kinds of all requests of a worker, in order."""
+    found: list[RequestKind] = ["scalars"]
+    for segment in segments:
+        steps = len(segment)
+        squares = 1 if steps == 1 else 2 * steps
+        found += ["partials", "rows", *(["rows"] * squares)]  # type: ignore[list-item]
+    return tuple(found)
+
+
+def panel_flops(
+    m: int, n: int, rows: int, segments: Segments, device: torch.device | None = None
+) -> int:
+    """Returns the floating-point operations of one worker.
+
+    Args:
+        m: Smaller side of the matrix.
+        n: Columns of the worker's panel.
+        rows: Rows of its block.
+        segments: The schedule as it is computed.
+        device: Where, which decides what X Xᵀ costs; CPU by default.
+    """
+    where = device or torch.device("cpu")
+    once = symmetric_product_flops(m, n, where) + 2 * m * m * n
+    return sum(once + (4 * len(segment) - 3) * 2 * rows * m * m for segment in segments)
+
+
+@torch.no_grad()
+def orthogonalize_panel_(
+    x: Tensor,
+    work: PanelWork,
+    segments: Segments,
+    *,
+    compute_dtype: torch.dtype,
+    scale: float = 1.0,
+    workspace: Workspace,
+) -> PanelWorker:
+    """``orthogonalize_`` of one panel of a matrix, by one of its workers.
+
+    Args:
+        x: Panel (m, n_J), m the smaller side of the whole matrix; any floating dtype, contiguous.
+            Its content is undefined afterwards.
+        work: This worker's place.
+        segments: The schedule as it is computed, the same for all workers.
+        compute_dtype: As for ``newton_schulz``.
+        scale: Factor on the result.
+        workspace: Memory to work in, for this worker alone.
+
+    Returns:
+        A generator that ends with the panel (m, n_J) of the result in the compute dtype, in the
+        memory of x or of the workspace.
+    """
+    own = _Worker(work, x.shape[0], compute_dtype, workspace, x.device)
+    x = yield from _normalize_(own, x)
+    for number, segment in enumerate(segments, start=1):
+        factor = scale if number == len(segments) else 1.0
+        yield from _gram(own, x)
+        if len(segment) == 1:
+            ((alpha, beta, gamma),) = segment
+            own.add_product(own.a_rows, own.a_rows, own.a, beta=beta, alpha=gamma, out=own.z_rows)
+            yield own.share(own.z_rows, into=own.z, through=own.a)
+            with own.exact():
+                multiply_(
+                    x.unsqueeze(0), own.z.unsqueeze(0), workspace, beta=factor * alpha, alpha=factor
+                )
+        else:
+            yield from _carried(own, segment, factor)
+            with own.exact():
+                multiply_(x.unsqueeze(0), own.z.unsqueeze(0), workspace, beta=0.0, alpha=1.0)
+    return x
+
+
+def panel_bytes(
+    m: int, n: int, rows: int, workers: int, *, held: torch.dtype, compute: torch.dtype
+) -> int:
+    """Returns the bytes that ``orthogonalize_panel_`` allocates.
+
+    Args:
+        m: Smaller side of the matrix.
+        n: Columns of the worker's panel.
+        rows: Rows of its block.
+        workers: Number of workers.
+        held: dtype of the panel.
+        compute: Compute dtype.
+    """
+    longest = -(-m // workers)
+    squares = 2 * workers * longest * m + 3 * rows * m
+    sums = torch.promote_types(compute, torch.float32).itemsize * _rows_at_once(rows, m) * m
+    columns = columns_at_once(1, m, n, compute.itemsize)
+    total = compute.itemsize * (squares + m * columns) + sums
+    if held != compute:
+        wide = torch.promote_types(torch.promote_types(held, torch.float32), compute)
+        total += m * n * (wide.itemsize + (0 if wide == compute else compute.itemsize))
+    return total
+
+
+class _Worker:
+    """What the steps of one worker share: two squares, and its block rows of some.
+
+    Attributes:
+        a: A (m, m), whole.
+        z: Z (m, m), whole, or memory to use.
+        a_rows: The worker's rows of A.
+        z_rows: Its rows of Z.
+    """
+
+    def __init__(
+        self,
+        work: PanelWork,
+        m: int,
+        dtype: torch.dtype,
+        space: Workspace,
+        device: torch.device,
+    ) -> None:
+        self.start, self.end = work.rows[work.number]
+        self.workers = len(work.rows)
+        self.m = m
+        self.dtype = dtype
+        self.space = space
+        self.device = device
+        # Every worker's part of the longest block row has room in it.
+        square = self.workers * work.longest * m
+        self._memory = {one: self.take(one, square) for one in ("a", "z")}
+        self.a, self.z = (flat[: m * m].view(m, m) for flat in self._memory.values())
+        self.a_rows, self.z_rows = self.rows_named("a rows"), self.rows_named("z rows")
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory of this worker."""
+        kind = dtype or self.dtype
+        return self.space.take(name, shape, dtype=kind, device=self.device)
+
+    def rows_named(self, name: str) -> Tensor:
+        """Memory for a block row of this worker."""
+        return self.take(name, self.end - self.start, self.m)
+
+    def exact(self) -> AbstractContextManager[None]:
+        """For products; never held over a ``yield``, where others compute."""
+        return full_precision_matmul() if self.dtype == torch.float32 else nullcontext()
+
+    def add_product(
+        self,
+        add: Tensor,
+        left: Tensor,
+        right: Tensor,
+        *,
+        beta: float,
+        out: Tensor,
+        alpha: float = 1.0,
+    ) -> None:
+        """``out`` = beta C + alpha A B of block rows; ``right`` is whole."""
+        with self.exact():
+            torch.addmm(add, left, right, beta=beta, alpha=alpha, out=out)
+
+    def share(self, rows: Tensor, *, into: Tensor, through: Tensor) -> PanelRequest:
+        """This worker's block row to all; ``through`` is overwritten."""
+        sent = self._flat(through)[: self.workers * rows.numel()]
+        sent.view(self.workers, *rows.shape).copy_(rows)
+        return PanelRequest("rows", sent, into.view(-1))
+
+    def add_up(self, partial: Tensor, *, through: Tensor) -> _Steps:
+        """The sum of all partial sums, into this worker's rows of A; ``through`` is overwritten."""
+        rows = self.a_rows
+        received = self._flat(through)[: self.workers * rows.numel()]
+        yield PanelRequest("partials", partial.view(-1), received)
+        parts = received.view(self.workers, *rows.shape)
+        # Of 16-bit parts the sum is rounded once.
+        wide = torch.promote_types(self.dtype, torch.float32)
+        at_once = _rows_at_once(*rows.shape)
+        total = self.take("sum", at_once, self.m, dtype=wide)
+        for first in range(0, len(rows), at_once):
+            here = slice(first, first + at_once)
+            found = total[: len(rows[here])]
+            found.copy_(parts[0, here])
+            for part in parts[1:]:
+                found.add_(part[here])
+            rows[here].copy_(found)
+
+    def _flat(self, square: Tensor) -> Tensor:
+        return self._memory["a" if square is self.a else "z"]
+
+
+def _rows_at_once(rows: int, m: int) -> int:
+    """Rows of partial sums that are added at once, in 4 bytes an element."""
+    return max(1, min(rows, _MOST_ELEMENTS_OF_A_SUM // m))
+
+
+def _normalize_(own: _Worker, x: Tensor) -> PanelWorker:
+    """Divides the panel by the norm of the whole matrix, as ``newton_schulz`` does it."""
+    wide = torch.promote_types(torch.promote_types(x.dtype, torch.float32), own.dtype)
+    if x.dtype != own.dtype and x.dtype != wide:
+        x = own.take("x", *x.shape, dtype=wide).copy_(x)
+    scalars = x.new_zeros(2, dtype=wide)
+    if x.numel():
+        scalars[0] = power_of_two(largest_magnitude(x.unsqueeze(0)).view(()))
+        x.div_(scalars[0])
+        scalars[1] = frobenius_norm(x.unsqueeze(0)).view(())
+    everyone = torch.empty(own.workers, 2, dtype=wide, device=x.device)
+    yield PanelRequest("scalars", scalars.repeat(own.workers), everyone.view(-1))
+    # In units of the largest of all: the same order of the same numbers for every worker.
+    top = everyone[:, 0].amax()
+    shares = everyone[:, 0] / top.masked_fill(top == 0, 1.0)
+    total: Tensor = torch.linalg.vector_norm(everyone[:, 1] * shares)
+    mine = scalars[0] / top.masked_fill(top == 0, 1.0)
+    x.mul_(mine).div_(total.masked_fill(total == 0, 1.0))
+    return x if x.dtype == own.dtype else own.take("narrow", *x.shape).copy_(x)
+
+
+def _gram(own: _Worker, x: Tensor) -> _Steps:
+    """A = Σ X_J X_Jᵀ, whole everywhere; Z is overwritten."""
+    with own.exact():
+        gram(x.unsqueeze(0), out=own.z.unsqueeze(0))
+    yield from own.add_up(own.z, through=own.a)
+    yield own.share(own.a_rows, into=own.a, through=own.z)
+
+
+def _carried(own: _Worker, segment: Schedule, factor: float) -> _Steps:
+    """Q of a segment times a factor, whole in Z; A is overwritten.
+
+    Of Y and Q a worker needs its own rows only, until the end: all are polynomials of A and
+    commute, so that Z, which is whole, can stand on the right.
+    """
+    q, y = own.rows_named("q rows"), own.z_rows
+    for index, (alpha, beta, gamma) in enumerate(segment):
+        own.add_product(own.a_rows, own.a_rows, own.a, beta=beta, alpha=gamma, out=own.z_rows)
+        yield own.share(own.z_rows, into=own.z, through=own.a)
+        if index == 0:
+            q.copy_(own.z_rows)
+            q[:, own.start : own.end].diagonal().add_(alpha)
+        else:
+            own.add_product(q, q, own.z, beta=alpha, out=y)
+            q.copy_(y)
+        if index + 1 < len(segment):
+            own.add_product(own.a_rows, own.a_rows, own.z, beta=alpha, out=y)
+            own.add_product(y, y, own.z, beta=alpha, out=own.a_rows)
+            yield own.share(own.a_rows, into=own.a, through=own.z)
+    if factor != 1.0:
+        q.mul_(factor)
+    yield own.share(q, into=own.z, through=own.a)
