@@ -14,9 +14,8 @@ convention and scale modes as in megatron-core's ``muon`` and Emerging-Optimizer
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,286 +29,27 @@ from megatron_muon.exchange import (
     serve,
     take_panel,
 )
-from megatron_muon.linalg import (
-    PanelWork,
-    Segments,
-    Workspace,
-    cheapest_segments,
-    columns_at_once,
-    newton_schulz_bytes,
-    newton_schulz_flops,
-    orthogonalize_,
-    orthogonalize_panel_,
-    panel_bytes,
-    panel_flops,
-    panel_requests,
-    update_scale,
-)
-from megatron_muon.optim.rule import (
-    MOST_CONVERTED,
-    MatrixRange,
-    OwnedState,
-    add_all,
-    decay_weights,
-    dtype_name,
-    range_of,
-)
-from megatron_muon.placement import (
-    FLOPS_PER_BYTE,
-    CostFunction,
-    Method,
-    Panels,
-    Plan,
-    Splitting,
-    even_cuts,
-)
-from megatron_muon.placement.memory import Phase, WaveUse
+from megatron_muon.linalg import PanelWork, Workspace, orthogonalize_, orthogonalize_panel_
+from megatron_muon.optim.muon_memory import MOST_ELEMENTS_AHEAD, is_in_place, matrices_at_once
+from megatron_muon.optim.rule import MatrixRange, add_all, decay_weights, range_of
+from megatron_muon.placement import Panels
 from megatron_muon.placement.program import FlatPiece
 from megatron_muon.placement.schemes import SOURCE, UPDATE
 
-MOST_ELEMENTS_AHEAD = 1 << 23
-"""Of β M + (1 − β) G that are made at once where they are sent in a narrower dtype."""
-
-MOST_ELEMENTS = 1 << 27
-"""Of matrices that are orthogonalized in one go; the iteration needs two to four times as much."""
+if TYPE_CHECKING:
+    from megatron_muon.optim.muon_rule import MuonRule
 
 
-@dataclass(frozen=True, kw_only=True)
-class MuonRule:
-    """Hyper-parameters that are the same for every matrix.
-
-    Attributes:
-        momentum: β.
-        nesterov: Orthogonalize β M + (1 − β) G instead of M.
-        schedule: Coefficients (a, b, c) of each Newton-Schulz step.
-        coefficient_type: Name of the schedule.
-        scale_mode: Name of s(m, n), see ``linalg.scales``.
-        extra_scale_factor: Further factor on the update.
-        compute_dtype: Element type of the iteration.
-        exchange_dtype: Element type of what is exchanged, and of the assembled matrices.
-    """
-
-    momentum: float
-    nesterov: bool
-    schedule: tuple[tuple[float, float, float], ...]
-    coefficient_type: str = "custom"
-    scale_mode: str
-    extra_scale_factor: float
-    compute_dtype: torch.dtype
-    exchange_dtype: torch.dtype = torch.float32
-
-    @property
-    def dtypes(self) -> Mapping[str, torch.dtype]:
-        """See ``MatrixRule``."""
-        wide = torch.promote_types(self.exchange_dtype, torch.float32)
-        return {
-            "source": self.exchange_dtype,
-            "update": self.exchange_dtype,
-            "scalars": torch.promote_types(wide, self.compute_dtype),
-            "squares": self.compute_dtype,
-        }
-
-    @property
-    def description(self) -> str:
-        """See ``MatrixRule``."""
-        return (
-            f"update: {self.scale_mode} scale x {self.extra_scale_factor:.15g}, "
-            f"{len(self.schedule)} Newton-Schulz steps ({self.coefficient_type}), computed in "
-            f"{dtype_name(self.compute_dtype)}, exchanged in {dtype_name(self.exchange_dtype)}; "
-            f"momentum {self.momentum:.15g}{' (Nesterov)' if self.nesterov else ''}"
+@torch.no_grad()
+def muon_step(rule: MuonRule, ranges: Sequence[MatrixRange | None], exchange: Exchange) -> None:
+    """One step on this rank's flat ranges; see ``MatrixRule.step``."""
+    owned = [r for r in ranges if r is not None]
+    if owned:
+        torch._foreach_lerp_(
+            [r.momentum for r in owned], [r.grad for r in owned], 1.0 - rule.momentum
         )
-
-    def scale(self, m: int, n: int) -> float:
-        """``extra · s(m, n)``, the factor of the orthogonalized matrix."""
-        return self.extra_scale_factor * update_scale(self.scale_mode, m, n)
-
-    def rank(self, m: int, n: int) -> None:
-        """Full rank."""
-        return
-
-    def first_state(self, plan: Plan, rank: int, device: torch.device) -> OwnedState:
-        """None: momenta are in flat ranges."""
-        return {}
-
-    def flops(self, m: int, n: int, device: torch.device) -> int:
-        """Operations of the orthogonalization of one m x n matrix."""
-        return newton_schulz_flops(m, n, self._segments(m, n, device), device)
-
-    def _segments(self, m: int, n: int, device: torch.device) -> Segments:
-        return cheapest_segments(m, n, self.schedule, self.compute_dtype, device)
-
-    def method(
-        self,
-        device: torch.device,
-        *,
-        cost: CostFunction | None = None,
-        splitting: Splitting | None = None,
-    ) -> Method:
-        """What planning has to know.
-
-        Args:
-            device: Where matrices are computed.
-            cost: Estimated time of a matrix; its operations by default.
-            splitting: What ``splitting`` gives; None for one owner a matrix.
-        """
-
-        def flops(m: int, n: int) -> int:
-            return self.flops(m, n, device)
-
-        return Method(
-            cost=cost or flops,
-            flops=flops,
-            itemsizes={kind: dtype.itemsize for kind, dtype in self.dtypes.items()},
-            phases=lambda use: self.phases(use, device),
-            splitting=splitting,
-        )
-
-    def splitting(
-        self,
-        most_ranks: int,
-        device: torch.device,
-        *,
-        min_flops: int,
-        flops_per_byte: int | None = None,
-    ) -> Splitting:
-        """How several ranks compute a matrix.
-
-        Args:
-            most_ranks: Most ranks that compute one.
-            device: Where they compute.
-            min_flops: Operations of a matrix below which it is not split.
-            flops_per_byte: ``FLOPS_PER_BYTE`` of the device by default.
-        """
-
-        def flops(m: int, n: int, ranks: int, number: int) -> int:
-            short, long = sorted((m, n))
-            start, end = even_cuts(short, ranks)[number]
-            first, last = even_cuts(long, ranks)[number]
-            segments = self._segments(m, n, device)
-            return panel_flops(short, last - first, end - start, segments, device)
-
-        return Splitting(
-            most_ranks=most_ranks,
-            flops=flops,
-            requests=lambda m, n: panel_requests(self._segments(m, n, device)),
-            itemsize=self.dtypes["squares"].itemsize,
-            scalar_itemsize=self.dtypes["scalars"].itemsize,
-            min_flops=min_flops,
-            flops_per_byte=(
-                FLOPS_PER_BYTE[device.type] if flops_per_byte is None else flops_per_byte
-            ),
-        )
-
-    def update(self, matrices: torch.Tensor, workspace: Workspace) -> torch.Tensor:
-        """``extra · s(m, n) · NewtonSchulz(B)`` of a batch (B, m, n), which is overwritten.
-
-        The result may lie in the workspace.
-        """
-        _, m, n = matrices.shape
-        parts = torch.split(matrices, _matrices_at_once(m, n))
-        for part in parts:
-            update = orthogonalize_(
-                part,
-                self.schedule,
-                compute_dtype=self.compute_dtype,
-                scale=self.scale(m, n),
-                workspace=workspace,
-            )
-            if len(parts) == 1:
-                return update
-            part.copy_(update)
-        return matrices
-
-    def phases(self, use: WaveUse, device: torch.device) -> list[Phase]:
-        """Memory of a wave on one rank, see ``_Step.wave``."""
-        sent, received = use.sent, use.received
-        arriving, returning = sent[SOURCE] + received[SOURCE], sent[UPDATE] + received[UPDATE]
-        there, back = received[SOURCE], received[UPDATE]
-        ahead = 0
-        if self.nesterov and self.exchange_dtype.itemsize < 4:
-            ahead = 4 * MOST_ELEMENTS_AHEAD
-        converted = 0
-        if self.exchange_dtype.itemsize < 4:
-            converted = min(4 * MOST_CONVERTED, 2 * back)
-        first = Phase(peak=arriving + ahead, held=arriving)
-        last = Phase(peak=back + converted, held=0)
-        panel = next(((s, j) for s, j in use.computed if isinstance(s, Panels)), None)
-        if panel is not None:
-            held = panel[0].panels[panel[1]].numel * self.exchange_dtype.itemsize
-            space = self._panel_bytes(*panel)
-            while_computed = Phase(peak=held + space, held=held + space)
-            begin = Phase(peak=max(there + held, held + space), held=held + space)
-            end = Phase(peak=max(held + space + sent[UPDATE], returning), held=returning)
-            middle = [while_computed] * (use.messages - 3)
-            return [first, begin, *middle, end, last]
-        shapes = Counter(scheme.region(0).shape for scheme, _ in use.computed)
-        total = sum(m * n * count for (m, n), count in shapes.items())
-        assembled = total * self.exchange_dtype.itemsize
-        peak, waiting = there + assembled, assembled + ahead
-        for number, shape in enumerate(sorted(shapes)):
-            space = self._batch_bytes(shapes[shape], *shape, device)
-            before = sent[UPDATE] if number else 0
-            # A result that lies in the batch outlives the workspace.
-            after = 0 if self._is_in_place(shapes[shape], *shape) else space
-            peak = max(peak, waiting + space + before, waiting + after + sent[UPDATE])
-            waiting -= shapes[shape] * shape[0] * shape[1] * self.exchange_dtype.itemsize
-        middle = [Phase(peak=max(peak, returning), held=returning)]
-        if use.messages > 2:
-            # Another rank's panels: requests are passed with nothing in memory.
-            middle = [Phase(peak=there, held=0)] + [Phase(0, 0)] * (use.messages - 3)
-            middle.append(Phase(peak=returning, held=returning))
-        return [first, *middle, last]
-
-    def _batch_bytes(self, count: int, m: int, n: int, device: torch.device) -> int:
-        return newton_schulz_bytes(
-            min(count, _matrices_at_once(m, n)),
-            m,
-            n,
-            self._segments(m, n, device),
-            held=self.exchange_dtype,
-            compute=self.compute_dtype,
-        )
-
-    def _is_in_place(self, count: int, m: int, n: int) -> bool:
-        """Whether ``update`` leaves its result in the batch."""
-        at_once, (small, large) = _matrices_at_once(m, n), sorted((m, n))
-        itemsize = self.compute_dtype.itemsize
-        return count > at_once or (
-            self.exchange_dtype == self.compute_dtype
-            and columns_at_once(count, small, large, itemsize) < large
-        )
-
-    def _panel_bytes(self, scheme: Panels, number: int) -> int:
-        (start, end), panel = scheme.rows[number], scheme.panels[number]
-        m = min(scheme.shape)
-        return panel_bytes(
-            m,
-            panel.numel // m,
-            end - start,
-            len(scheme.ranks),
-            held=self.exchange_dtype,
-            compute=self.compute_dtype,
-        )
-
-    @torch.no_grad()
-    def step(
-        self,
-        ranges: Sequence[MatrixRange | None],
-        exchange: Exchange,
-        state: OwnedState,
-    ) -> None:
-        """See ``MatrixRule``."""
-        owned = [r for r in ranges if r is not None]
-        if owned:
-            torch._foreach_lerp_(
-                [r.momentum for r in owned], [r.grad for r in owned], 1.0 - self.momentum
-            )
-            decay_weights(owned)
-        exchange.run(_Step(self, ranges, exchange).wave)
-
-
-def _matrices_at_once(m: int, n: int) -> int:
-    return max(1, MOST_ELEMENTS // (m * n))
+        decay_weights(owned)
+    exchange.run(_Step(rule, ranges, exchange).wave)
 
 
 class _Step:
@@ -346,8 +86,9 @@ class _Step:
             batch, matrices = batches.pop(0)
             places = dict(zip(batch.matrices, matrices, strict=True))
             self._fill(*mail.local(places, only_sources=True))
-            update = self.rule.update(matrices, workspace)
-            if self.rule._is_in_place(*update.shape):
+            update = orthogonalized_update(self.rule, matrices, workspace)
+            rule = self.rule
+            if is_in_place(*update.shape, held=rule.exchange_dtype, compute=rule.compute_dtype):
                 workspace.clear()
             updates = dict(zip(batch.matrices, update, strict=True))
             mail.give_back(UPDATE, updates)
@@ -370,7 +111,7 @@ class _Step:
         worker = orthogonalize_panel_(
             panel,
             PanelWork(rows=scheme.rows, number=scheme.ranks.index(self.rank)),
-            self.rule._segments(*scheme.shape, panel.device),
+            self.rule.segments(*scheme.shape, panel.device),
             compute_dtype=self.rule.compute_dtype,
             scale=self.rule.scale(*scheme.shape),
             workspace=workspace,
@@ -419,3 +160,26 @@ class _Step:
             here.append(update)
         for lr, (masters, here) in by_lr.items():
             add_all(masters, here, -lr)
+
+
+def orthogonalized_update(
+    rule: MuonRule, matrices: torch.Tensor, workspace: Workspace
+) -> torch.Tensor:
+    """``extra · s(m, n) · NewtonSchulz(B)`` of a batch (B, m, n), which is overwritten.
+
+    The result may lie in the workspace.
+    """
+    _, m, n = matrices.shape
+    parts = torch.split(matrices, matrices_at_once(m, n))
+    for part in parts:
+        update = orthogonalize_(
+            part,
+            rule.schedule,
+            compute_dtype=rule.compute_dtype,
+            scale=rule.scale(m, n),
+            workspace=workspace,
+        )
+        if len(parts) == 1:
+            return update
+        part.copy_(update)
+    return matrices

@@ -95,7 +95,7 @@ def test_any_bucket_size(ranks: Ranks, bucket: int) -> None:
 def test_large_batches_are_computed_part_by_part(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_muon.optim.muon.MOST_ELEMENTS", 300)
+    monkeypatch.setattr("megatron_muon.optim.muon_memory.MOST_ELEMENTS", 300)
     setting = Setting(tp=2, dp=1, dtype=torch.float64, steps=4)
     assert errors(ranks, setting, model()) < 1e-10
 

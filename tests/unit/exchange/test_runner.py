@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from megatron_muon.exchange import Exchange, ExchangeCounters, Flight, Mailbox, WaveFunction
+from megatron_muon.linalg import MemoryPool
 from megatron_muon.placement import Plan
 from megatron_muon.placement.program import FlatPiece, compile_wave
 from megatron_muon.placement.schemes import SOURCE, UPDATE
@@ -174,16 +175,23 @@ def _plan(stage: Stage) -> Plan:
     return with_waves(stage.plan(itemsize=8), CAP)
 
 
-def _wave_of(pack: Any, compute: Any, apply: Any) -> WaveFunction:
-    """A rule of three callbacks: per wave, per wave and shape, per wave."""
+def _wave_of(pack: Any, compute: Any, apply: Any, fill: Any, land: Any) -> WaveFunction:
+    """A rule of callbacks: per wave, per wave and shape, per wave; two for what stays here."""
 
     def wave(mail: Mailbox) -> Iterator[Flight]:
-        pack(*mail.packed())
+        pack(*mail.packed(SOURCE))
         yield from mail.exchange(SOURCE)
-        for batch, matrices in mail.assemble():
-            mail.give_back(dict(zip(batch.matrices, compute(matrices), strict=True)))
+        batches = mail.assemble()
+        mail.close(SOURCE)
+        for batch, matrices in batches:
+            places = dict(zip(batch.matrices, matrices, strict=True))
+            fill(*mail.local(places, only_sources=True))
+            updates = dict(zip(batch.matrices, compute(matrices), strict=True))
+            mail.give_back(UPDATE, updates)
+            land(*mail.local(updates))
+            mail.memory.release(matrices)
         yield from mail.exchange(UPDATE)
-        apply(*mail.applied())
+        apply(*mail.applied(UPDATE))
 
     return wave
 
@@ -194,12 +202,6 @@ def _nothing(*_: Any) -> None:
 
 def _dtypes(dtype: torch.dtype = torch.float64) -> dict[str, torch.dtype]:
     return dict.fromkeys(("source", "update", "scalars", "squares"), dtype)
-
-
-def _memory(exchange: Exchange) -> list[torch.Tensor]:
-    """Every block that the exchange has allocated."""
-    arenas = exchange._lanes[0].arenas
-    return [arena._block for arena in (arenas.computed, *arenas.slots)]
 
 
 def _run(
@@ -250,8 +252,11 @@ def _run(
 
         def pack(pieces: Sequence[FlatPiece], views: Sequence[torch.Tensor]) -> None:
             note("pack")
+            fill(pieces, views)
+
+        def fill(pieces: Sequence[FlatPiece], views: Sequence[torch.Tensor]) -> None:
             for view, values in zip(views, at(pieces, own[rank]), strict=True):
-                view.copy_(values)
+                view.copy_(values.view_as(view))
 
         def compute(batch: torch.Tensor) -> torch.Tensor:
             # The wave is the one whose message to the owners was waited for last.
@@ -268,11 +273,14 @@ def _run(
 
         def apply(pieces: Sequence[FlatPiece], views: Sequence[torch.Tensor]) -> None:
             note("apply")
+            land(pieces, views)
+
+        def land(pieces: Sequence[FlatPiece], views: Sequence[torch.Tensor]) -> None:
             for view, target in zip(views, at(pieces, updates[rank]), strict=True):
-                target += view
+                target += view.reshape(target.shape)
 
         for _ in range(steps):
-            exchanges[rank].run(_wave_of(pack, compute, apply))
+            exchanges[rank].run(_wave_of(pack, compute, apply, fill, land))
 
     with ThreadPoolExecutor(size) as pool:
         for future in [pool.submit(body, rank) for rank in range(size)]:
@@ -434,34 +442,25 @@ def test_buffers_are_those_counted_and_stay_from_step_to_step(tp: int, dp: int) 
     """What the flag bounds is memory: all of it is allocated in the first step."""
     stage = _stage(tp, dp)
     plan = _plan(stage)
-    places: list[list[set[int]]] = [[] for _ in range(stage.group.size)]
+    alive: list[list[int]] = [[] for _ in range(stage.group.size)]
 
     def observe(mailbox: _Mailbox, rank: int, what: str, wave: int) -> None:
-        exchange = mailbox.exchanges[rank]
-        memory = _memory(exchange)
-        assert sum(m.nbytes for m in memory) == plan.loads[rank].peak_buffer_bytes
-        places[rank].append({m.data_ptr() for m in memory})
+        alive[rank].append(mailbox.exchanges[rank].memory.alive)
 
-    _run(stage, plan, steps=3, observe=observe)
-    for seen in places:
-        assert all(place == seen[0] for place in seen)
+    once = _run(stage, plan)
+    result = _run(stage, plan, steps=3, observe=observe)
+    for rank, (seen, peak) in enumerate(zip(alive, plan.peak_bytes, strict=True)):
+        assert 0 < max(seen) <= peak
+        memory = result.exchanges[rank].memory
+        assert memory.alive == 0
+        assert memory.peak == peak
+        # Everything was released, and used again by the next step.
+        assert _kept(memory) == _kept(once.exchanges[rank].memory)
 
 
-def test_buffers_can_be_let_go_between_steps() -> None:
-    stage = _stage(1, 1)
-    plan = _plan(stage)
-    exchange = Exchange(
-        plan,
-        rank=0,
-        transport=_NoTransport(),
-        dtypes=_dtypes(),
-        device=torch.device("cpu"),
-        keep_buffers=False,
-    )
-    for _ in range(2):
-        exchange.run(_wave_of(_nothing, lambda b: b, _nothing))
-        assert all(lane.nbytes == 0 for lane in exchange._lanes)
-        assert exchange.counters.peak_buffer_bytes == plan.loads[0].peak_buffer_bytes
+def _kept(memory: MemoryPool) -> dict[int, int]:
+    """Number of released buffers of each size."""
+    return {size: len(blocks) for size, blocks in memory._free.items() if size}
 
 
 @pytest.mark.parametrize("small_side_first", [False, True])
@@ -487,7 +486,7 @@ def test_tall_matrices_are_contiguous_or_turned(small_side_first: bool) -> None:
         seen[tuple(batch.shape[1:])] = batch.is_contiguous(), batch.mT.is_contiguous()
         return batch
 
-    exchange.run(_wave_of(_nothing, compute, _nothing))
+    exchange.run(_wave_of(_nothing, compute, _nothing, _nothing, _nothing))
     assert seen[3, 5] == (True, False)
     assert seen[5, 3] == (not small_side_first, small_side_first)
     assert seen[4, 4][0]
@@ -531,17 +530,18 @@ def test_one_rank_sends_nothing() -> None:
     own = stored(stage, numbered(stage.entries), 0)
     applied = {name: torch.zeros(part.shape) for name, part in own.items()}
 
-    def pack(pieces: Sequence[FlatPiece], views: Sequence[torch.Tensor]) -> None:
+    def fill(pieces: Sequence[FlatPiece], views: Sequence[torch.Tensor]) -> None:
         for piece, view in zip(pieces, views, strict=True):
-            view.copy_(own[plan.parameters[piece.parameter].name][piece.start :][: piece.numel])
+            values = own[plan.parameters[piece.parameter].name][piece.start :][: piece.numel]
+            view.copy_(values.view_as(view))
 
-    def apply(pieces: Sequence[FlatPiece], views: Sequence[torch.Tensor]) -> None:
+    def land(pieces: Sequence[FlatPiece], views: Sequence[torch.Tensor]) -> None:
         for piece, view in zip(pieces, views, strict=True):
             name = plan.parameters[piece.parameter].name
-            applied[name][piece.start : piece.start + piece.numel] += view
+            applied[name][piece.start : piece.start + piece.numel] += view.flatten()
 
     exchange = _alone(plan)
-    exchange.run(_wave_of(pack, lambda batch: batch.mul_(-2), apply))
+    exchange.run(_wave_of(_nothing, lambda batch: batch.mul_(-2), _nothing, fill, land))
     for name, part in own.items():
         assert torch.equal(applied[name], -2.0 * part)
     assert exchange.counters.messages == exchange.counters.sent_bytes == 0
@@ -555,7 +555,7 @@ def test_a_plan_without_matrices_does_nothing() -> None:
     def never(*_: Any) -> Any:
         raise AssertionError("there is nothing to do")
 
-    exchange.run(_wave_of(never, never, never))
+    exchange.run(_wave_of(never, never, never, never, never))
     assert exchange.counters == ExchangeCounters()
 
 

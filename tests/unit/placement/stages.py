@@ -22,7 +22,15 @@ from megatron_muon.matrices import (
     logical_matrices,
 )
 from megatron_muon.placement import ExchangeGroup, Method, Plan, Run, make_plan
-from megatron_muon.placement.planning import Lane, cut_by_owner
+from megatron_muon.placement.memory import (
+    Phase,
+    PhasesFunction,
+    WaveUse,
+    lane_peaks,
+    wave_uses,
+)
+from megatron_muon.placement.planning import cut_by_owner
+from megatron_muon.placement.schemes import SOURCE, UPDATE
 from tests.distributed.prescribed import Whole, gate_up, shard, sharded_parameters, units
 
 UNBOUNDED = 1 << 50
@@ -57,7 +65,30 @@ def whole_method(itemsize: int = 4, **changes: Any) -> Method:
     """Whole matrices with owners, as dmuon's."""
     values = {"cost": cost, "flops": changes.get("cost", cost)} | changes
     kinds = ("source", "update", "scalars", "squares")
-    return Method(itemsizes=dict.fromkeys(kinds, itemsize), **values)
+    return Method(
+        itemsizes=dict.fromkeys(kinds, itemsize),
+        phases=lambda use: phases(use, itemsize),
+        **values,
+    )
+
+
+def phases(use: WaveUse, itemsize: int) -> list[Phase]:
+    """Memory of a wave that needs none to compute.
+
+    Messages are released when they have been waited for, matrices when the update is packed.
+    """
+    arriving = use.sent[SOURCE] + use.received[SOURCE]
+    returning = use.sent[UPDATE] + use.received[UPDATE]
+    computed = itemsize * sum(scheme.region(number).numel for scheme, number in use.computed)
+    there = use.received[SOURCE] + computed
+    work = Phase(peak=max(there, computed + use.sent[UPDATE], returning), held=returning)
+    requests = [Phase(peak=there, held=there)] * (use.messages - 2)
+    return [
+        Phase(peak=arriving, held=arriving),
+        *requests,
+        work,
+        Phase(peak=use.received[UPDATE], held=0),
+    ]
 
 
 def runs_of(plan: Plan, index: int, *, copies: bool) -> list[tuple[int, Run]]:
@@ -70,7 +101,19 @@ def with_waves(plan: Plan, cap: int) -> Plan:
     """The plan with waves of at most so many elements per owner."""
     numels = [m.numel for m in plan.matrices]
     waves = cut_by_owner(owners=plan.owners, numels=numels, cap=cap)
-    return replace(plan, main=Lane(waves=waves, slots=plan.main.slots))
+    lane = replace(plan.main, waves=waves)
+    uses = [
+        wave_uses([plan.schemes[i] for i in wave], plan.itemsizes, alone=plan.group.size == 1)
+        for wave in waves
+    ]
+    peaks = lane_peaks(uses, phases_of(plan), slots=lane.slots, alone=lane.alone)
+    ranks = range(plan.group.size)
+    return replace(plan, main=lane, peak_bytes=tuple(peaks.get(rank, 0) for rank in ranks))
+
+
+def phases_of(plan: Plan) -> PhasesFunction:
+    """``phases`` with the element size of a plan."""
+    return lambda use: phases(use, plan.itemsizes["source"])
 
 
 def cost(m: int, n: int) -> int:

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from megatron_muon.matrices import Block, SplitMode
-from megatron_muon.placement import Plan, Run, Share
+from megatron_muon.placement import Plan, Region, Run, Share
 from megatron_muon.placement.program import (
     FlatPiece,
     Message,
-    Patch,
     WaveProgram,
     compile_wave,
 )
@@ -86,19 +85,19 @@ def test_pieces_and_patches_fill_their_buffers(tp: int, dp: int, cap: int) -> No
     for wave in plan.main.waves:
         for program in _programs(plan, wave):
             for pieces, counts in (
-                (program.packed, program.messages[SOURCE].sent_counts),
-                (program.applied, program.messages[UPDATE].received_counts),
+                (program.held_elements[SOURCE], program.messages[SOURCE].sent_counts),
+                (program.held_elements[UPDATE], program.messages[UPDATE].received_counts),
             ):
                 assert _tiles([(p.offset, p.numel) for p in pieces], sum(counts))
             for patches, counts in (
-                (program.assembled, program.messages[SOURCE].received_counts),
-                (program.returned, program.messages[UPDATE].sent_counts),
+                (program.computed_elements[SOURCE], program.messages[SOURCE].received_counts),
+                (program.computed_elements[UPDATE], program.messages[UPDATE].sent_counts),
             ):
                 assert _tiles([(p.offset, p.region.numel) for p in patches], sum(counts))
 
 
-def _patch(target: torch.Tensor, patch: Patch) -> torch.Tensor:
-    return target[patch.region.row_slice, patch.region.col_slice]
+def _region(target: torch.Tensor, region: Region) -> torch.Tensor:
+    return target[region.row_slice, region.col_slice]
 
 
 def _packed(pieces: Sequence[FlatPiece], plan: Plan, own: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -125,28 +124,38 @@ def test_owners_assemble_the_matrix_and_every_holder_gets_its_elements_back(
     computed: list[int] = []
     for wave in plan.main.waves:
         programs = _programs(plan, wave)
-        out = [_packed(program.packed, plan, own[r]) for r, program in enumerate(programs)]
+        out = [
+            _packed(program.held_elements[SOURCE], plan, own[r])
+            for r, program in enumerate(programs)
+        ]
         back = []
-        for program, received in zip(
-            programs, _delivered([p.messages[SOURCE] for p in programs], out), strict=True
-        ):
+        delivered = _delivered([p.messages[SOURCE] for p in programs], out)
+        for rank, (program, received) in enumerate(zip(programs, delivered, strict=True)):
             matrices = {i: torch.full(b.shape, -1) for b in program.batches for i in b.matrices}
-            for patch in program.assembled:
-                target = _patch(matrices[patch.matrix], patch)
+            for patch in program.computed_elements[SOURCE]:
+                target = _region(matrices[patch.matrix], patch.region)
                 assert (target == -1).all()
                 target.copy_(received[patch.offset :][: patch.region.numel].view_as(target))
+            for piece in program.local:
+                name = plan.parameters[piece.parameter].name
+                target = _region(matrices[piece.matrix], piece.region)
+                # A copy of what another rank sends is not filled in.
+                assert (target == -1).all() == piece.is_source
+                if piece.is_source:
+                    target.copy_(own[rank][name][piece.start :][: piece.numel].view_as(target))
+                applied[rank][name][piece.start : piece.start + piece.numel] -= target.flatten()
             computed += matrices
             for index, matrix in matrices.items():
                 assert torch.equal(matrix, expected[plan.matrices[index].name])
             sent = torch.zeros(sum(program.messages[UPDATE].sent_counts), dtype=torch.int64)
-            for patch in program.returned:
-                values = _patch(-matrices[patch.matrix], patch)
+            for patch in program.computed_elements[UPDATE]:
+                values = _region(-matrices[patch.matrix], patch.region)
                 sent[patch.offset : patch.offset + values.numel()] = values.reshape(-1)
             back.append(sent)
         for rank, (program, received) in enumerate(
             zip(programs, _delivered([p.messages[UPDATE] for p in programs], back), strict=True)
         ):
-            for piece in program.applied:
+            for piece in program.held_elements[UPDATE]:
                 name = plan.parameters[piece.parameter].name
                 applied[rank][name][piece.start : piece.start + piece.numel] += received[
                     piece.offset : piece.offset + piece.numel
@@ -192,10 +201,9 @@ def test_a_rank_with_nothing_has_an_empty_program() -> None:
         factored=(),
         part=None,
         messages={SOURCE: nothing, UPDATE: nothing},
-        packed=(),
-        assembled=(),
-        returned=(),
-        applied=(),
+        local=(),
+        held_elements={SOURCE: (), UPDATE: ()},
+        computed_elements={SOURCE: (), UPDATE: ()},
     )
 
 

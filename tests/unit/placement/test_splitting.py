@@ -115,7 +115,6 @@ def chosen(
         ranks=ranks,
         ranks_per_node=per_node or ranks,
         splitting=splitting(**(flops | changes)),
-        buffer_bytes=UNBOUNDED,
     ).ranks
 
 
@@ -150,7 +149,6 @@ def test_equal_matrices_may_have_different_numbers_of_parts() -> None:
         ranks=7,
         ranks_per_node=7,
         splitting=splitting(flops=lambda m, n, parts, number: part_of_12[parts], min_flops=3),
-        buffer_bytes=UNBOUNDED,
     )
     assert sorted(len(ranks) for ranks in found.ranks) == [1, 1, 1, 1, 3, 4]
     loads = [0] * 7
