@@ -178,7 +178,10 @@ class OwnedMatrices:
         )
 
     def give_back(self, where: Round, apply: Apply) -> None:
-        """Elements of U Vᵀ (UPDATE) or U Wᵀ (CAPTURED): to their holders, and to own ranges."""
+        """Elements of U Vᵀ (UPDATE) or U Wᵀ (CAPTURED): to their holders, and to own ranges.
+
+        Those are rounded like what is sent, for copies of them are on other ranks.
+        """
         for group in self._groups:
             right = group.v if where == UPDATE else group.w
             for block in group.blocks:
@@ -188,7 +191,7 @@ class OwnedMatrices:
                     torch.bmm(other[:, rows], u.mT)
                     if group.shape.transposed
                     else torch.bmm(u[:, rows], other.mT)
-                )
+                ).to(self._rule.exchange_dtype)
                 matrices = dict(zip(group.matrices[block.part], product, strict=True))
                 self._mail.give_back(where, matrices, block.rows)
                 apply(*self._mail.local(matrices, block.rows))
@@ -262,7 +265,7 @@ class OwnedMatrices:
                 rows = shape.v_rows(share) * shape.rank
                 take_rows(slot[:rows], v, v_spans(shape, share))
                 slot[rows:].copy_(core.reshape(-1))
-            elif share.rank != scheme.ranks[0] and not shape.returns_elements(share):
+            elif not scheme.carries_elements(UPDATE, share):
                 here, there, rest = factor_slots(shape, share, slot)
                 take_rows(here, group.u[position], u_spans(shape, share))
                 take_rows(there, v, v_spans(shape, share))

@@ -132,7 +132,7 @@ class _Step:
     def _apply_factors(self, mail: Mailbox, entry: HeldMatrix) -> None:
         """M −= (1 − μ) U Wᵀ and X −= η s U Vᵀ, from factors of both."""
         share, owner, shape = entry.share, entry.scheme.ranks[0], self._factors(entry)
-        if entry.scheme.assembles and (owner == self.rank or shape.returns_elements(share)):
+        if entry.scheme.carries_elements(UPDATE, share):
             return
         slot = mail.incoming(UPDATE, entry.index, owner)
         if entry.scheme.assembles:

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
 from megatron_muon.placement.factor_shape import FactorShape
-from megatron_muon.placement.regions import Region, Share, even_cuts, panels
+from megatron_muon.placement.regions import Region, Run, Share, even_cuts, panels
 
 
 class Round(NamedTuple):
@@ -139,12 +139,12 @@ class Whole:
         }
         if self.factors is not None:
             found[CAPTURED] = tuple(
-                (self.owner, s.rank, s.numel) for s in others if self.factors.returns_elements(s)
+                (self.owner, s.rank, s.numel) for s in others if self.carries_elements(UPDATE, s)
             )
         return found
 
     def _returned(self, share: Share) -> int:
-        if self.factors is None or self.factors.returns_elements(share):
+        if self.factors is None or self.carries_elements(UPDATE, share):
             return share.numel
         return self.factors.factor_elements(share)
 
@@ -154,8 +154,21 @@ class Whole:
         return True
 
     def carries_elements(self, where: Round, share: Share) -> bool:
-        """Both ways, unless factors of a low-rank update are fewer."""
-        return where == SOURCE or self.factors is None or self.factors.returns_elements(share)
+        """Both ways, unless factors of a low-rank update are fewer.
+
+        A copy of what the owner holds gets elements too: products that two ranks compute from
+        factors in other ways differ in their last bits.
+        """
+        return (
+            where == SOURCE
+            or self.factors is None
+            or self.factors.returns_elements(share)
+            or share.runs == self._own_runs
+        )
+
+    @cached_property
+    def _own_runs(self) -> tuple[Run, ...]:
+        return next((share.runs for share in self.shares if share.rank == self.owner), ())
 
     def region(self, number: int) -> Region:
         """All of it."""

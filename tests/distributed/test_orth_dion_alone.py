@@ -140,7 +140,7 @@ def test_raw_signs_are_told_from_the_method(ranks: Ranks, monkeypatch: pytest.Mo
 def test_bytes_messages_and_peaks_are_those_of_the_plan(
     ranks: Ranks, tp: int, dp: int, scheme: Any
 ) -> None:
-    mb = 0.02
+    mb = 0.015
     setting = DionSetting(tp=tp, dp=dp, dtype=torch.float32, steps=2, scheme=scheme, buffer_mb=mb)
     plan = factor_plan_of(setting, model())
     assert len(plan.main.waves) > 2

@@ -63,7 +63,8 @@ def sent(plan: Plan) -> int:
 def counted(stage: Stage, plan: Plan) -> list[dict[str, int]]:
     """Elements of both schemes for every matrix, found element by element: design/orth-dion.md.
 
-    Of a matrix that TP does not cut only TP rank 0's copy is a source; the others receive.
+    Of a matrix that TP does not cut only TP rank 0's copy is a source; the others receive. A copy
+    of what the owner holds gets elements of a matrix, as the owner's own come from whole products.
     """
     wholes = numbered(stage.entries)
     matrices = whole_matrices(stage, wholes)
@@ -77,6 +78,7 @@ def counted(stage: Stage, plan: Plan) -> list[dict[str, int]]:
         numbers = matrices[matrix.name]
         m, n = numbers.shape
         totals = {"factors": 0, "matrix": 0, "muon": 0}
+        owned = torch.isin(numbers, held[owner][matrix.parameter])
         for rank in ranks:
             mine = torch.isin(numbers, held[rank][matrix.parameter])
             rows, elements = int(mine.any(dim=1).sum()), int(mine.sum())
@@ -88,7 +90,8 @@ def counted(stage: Stage, plan: Plan) -> list[dict[str, int]]:
             long, short = (rows, cols) if m >= n else (cols, rows)
             totals["muon"] += elements * (1 + source)
             back = min((long + short + r) * r, 2 * elements)
-            totals["matrix"] += elements * source + back
+            is_copy = torch.equal(mine, owned)
+            totals["matrix"] += elements * source + (2 * elements if is_copy else back)
             # V, U and V back with C; P and W on the way to the owner.
             there = (short + long + short) * r if source else 0
             totals["factors"] += there + (long + short + r) * r

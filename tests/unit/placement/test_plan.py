@@ -118,7 +118,7 @@ def test_other_inputs_give_another_digest(other: Callable[[], Plan]) -> None:
 
 def test_other_waves_give_another_digest() -> None:
     stage = random_stage(1, tp=1, dp=2, parameters=12)
-    free, bounded = stage.plan(), stage.plan(buffer_bytes=4_000)
+    free, bounded = stage.plan(), stage.plan(buffer_bytes=6_000)
     assert free.main.waves != bounded.main.waves
     assert free.digest != bounded.digest
 
