@@ -42,12 +42,14 @@ class Range:
         words: The range, as it follows "it must be".
         holds: Whether a number is inside.
         shown: Format of a number that is not.
+        or_auto: Whether ``auto`` can be typed instead, which is None.
     """
 
     kind: type[int] | type[float]
     words: str
     holds: Callable[[Any], bool]
     shown: str = ""
+    or_auto: bool = False
 
 
 COUNT = Range(kind=int, words="an integer >= 1", holds=lambda n: n >= 1)
@@ -55,7 +57,11 @@ BELOW_ONE = Range(kind=float, words=">= 0 and < 1", holds=lambda x: 0.0 <= x < 1
 NOT_NEGATIVE = Range(kind=float, words="a number >= 0", holds=lambda x: 0.0 <= x < inf)
 FRACTION = Range(kind=float, words="> 0 and <= 1", holds=lambda x: 0.0 < x <= 1.0, shown=".15g")
 MEBIBYTES = Range(
-    kind=float, words="a number > 0", holds=lambda mb: 0.0 < mb * 2**20 < inf, shown=".15g"
+    kind=float,
+    words="a number > 0, or auto",
+    holds=lambda mb: 0.0 < mb * 2**20 < inf,
+    shown=".15g",
+    or_auto=True,
 )
 
 
@@ -254,12 +260,13 @@ class MatrixConfig:
         "Element type of what travels; auto is bf16 where the iteration has 16 bits.",
         Flag(name="--dmuon-exchange-dtype", values="EXCHANGE_POLICIES"),
     )
-    split_ranks: int = setting(
-        1,
-        "Most owners among which one matrix is split where that balances them better.",
+    split_ranks: int | None = setting(
+        None,
+        "Most owners among which one matrix is split; auto: the ranks of a node. Split is what "
+        "makes the busiest owner faster by a tenth, or what would not fit in memory otherwise.",
         Flag(
             name="--dmuon-split-ranks",
-            values=replace(COUNT, words=f"{COUNT.words}, and 1 splits no matrix"),
+            values=replace(COUNT, words=f"{COUNT.words}, or auto, and 1 splits none", or_auto=True),
         ),
     )
     split_min_gflop: float = setting(
@@ -279,9 +286,10 @@ class MatrixConfig:
         "costs no time, and ranks that split a matrix on one. Default: what torchrun says.",
         Flag(name="--matrix-ranks-per-node", values=COUNT),
     )
-    exchange_buffer_mb: float = setting(
-        512.0,
-        "Bound on a rank's exchange buffers and assembled matrices, in MiB.",
+    exchange_buffer_mb: float | None = setting(
+        None,
+        "Bound on all memory that a rank takes for a step, in MiB: messages, assembled matrices "
+        "and what they are computed in. auto: the least that slows nothing down.",
         Flag(name="--matrix-exchange-buffer-mb", values=MEBIBYTES),
     )
     rank_fraction: float = setting(

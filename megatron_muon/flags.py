@@ -41,10 +41,19 @@ def add_flag(group: argparse._ArgumentGroup, flag: Flag, **changed: Any) -> None
     else:
         kind = flag.values.kind if isinstance(flag.values, Range) else str
         how["action"] = "append" if flag.default == [] else "store"
-        how["type"] = kind
+        how["type"] = _or_auto(kind) if getattr(flag.values, "or_auto", False) else kind
         how["choices"] = flag.values if isinstance(flag.values, tuple) else None
         how["metavar"] = flag.metavar or {int: "N", float: "X"}.get(kind)
     group.add_argument(flag.name, **how | changed)
+
+
+def _or_auto(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        return None if text == "auto" else kind(text)
+
+    # The name stands in argparse's sentence about what cannot be read.
+    read.__name__ = getattr(kind, "__name__", "value")
+    return read
 
 
 def read_settings(optimizer: str, given: Mapping[str, Any]) -> tuple[MatrixConfig, list[str]]:

@@ -64,7 +64,7 @@ def _default(flag: Flag) -> str:
     if isinstance(flag.default, bool):
         return "off"
     if flag.default in (None, []):
-        return ""
+        return "auto" if getattr(flag.values, "or_auto", False) else ""
     if isinstance(flag.default, str):
         return f"`{flag.default}`"
     in_python = IN_PYTHON[flag.field]

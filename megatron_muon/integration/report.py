@@ -296,9 +296,24 @@ def _traffic(settings: MatrixConfig, plan: Plan, buffers: Sequence[Any]) -> str:
     return (
         f"exchange{schemes}: at most {sent / MIB:.2f} MiB sent by a rank and step"
         + (f" ({', '.join(compared)})" if compared else "")
-        + f"; buffers at most {peak / MIB:.2f} MiB of --matrix-exchange-buffer-mb "
-        f"{settings.exchange_buffer_mb:.15g}"
+        + f"; memory of a step at most {peak / MIB:.2f} MiB of --matrix-exchange-buffer-mb "
+        + ("auto" if (bound := settings.exchange_buffer_mb) is None else f"{bound:.15g}")
+        + _waves(plan)
     )
+
+
+def _waves(plan: Plan) -> str:
+    """What the memory is made of."""
+    lanes = [
+        f"{_count(len(lane.waves), 'wave', 'waves')} of {kind} matrices, "
+        f"{min(lane.slots, len(lane.waves))} at once"
+        for lane, kind in ((plan.main, "whole"), (plan.split, "split"))
+        if lane.waves
+    ]
+    largest = max(plan.matrices, key=lambda matrix: matrix.numel)
+    size = largest.numel * plan.itemsizes["source"] / MIB
+    m, n = largest.shape
+    return f" ({'; '.join(lanes)}; the largest matrix, {m}x{n}, is sent in {size:.2f} MiB)"
 
 
 def adam_traffic_bytes(buffers: Sequence[Any], dp: int) -> int:

@@ -35,8 +35,15 @@ from megatron_muon.placement import (
     make_plan,
 )
 
-MethodFunction = Callable[[Sequence[LogicalMatrix], int], Method]
-"""What planning has to know of an optimizer, from the matrices of a stage and its owners."""
+MethodFunction = Callable[[Sequence[LogicalMatrix], int, int], Method]
+"""What planning has to know of an optimizer, from the matrices of a stage, its owners, and how many
+neighbours of these are on one node."""
+
+MOST_SPLIT_RANKS = 16
+"""Among which a matrix is split unless the user says otherwise; parts of more are thin."""
+
+RANKS_OF_A_NODE = 8
+"""The same where it is not known how many ranks a node has."""
 
 
 def make_rule(settings: MatrixConfig, device: torch.device) -> tuple[MatrixRule, MethodFunction]:
@@ -65,7 +72,7 @@ def _orth_dion(settings: MatrixConfig, device: torch.device) -> tuple[MatrixRule
         state_dtype=STATE_DTYPES[settings.state_dtype],
     )
 
-    def method(matrices: Sequence[LogicalMatrix], owners: int) -> Method:
+    def method(matrices: Sequence[LogicalMatrix], owners: int, per_node: int) -> Method:
         _require_room_for_ranks(settings, matrices)
         return rule.method(settings.exchange)
 
@@ -90,13 +97,13 @@ def _dmuon(settings: MatrixConfig, device: torch.device) -> tuple[MatrixRule, Me
         exchange_dtype=resolve_exchange_dtype(settings.exchange_dtype, compute_dtype),
     )
 
-    def method(matrices: Sequence[LogicalMatrix], owners: int) -> Method:
+    def method(matrices: Sequence[LogicalMatrix], owners: int, per_node: int) -> Method:
+        known = MOST_SPLIT_RANKS if _ranks_of_a_node(settings) else RANKS_OF_A_NODE
+        most = settings.split_ranks or min(per_node, known)
         return rule.method(
             device,
             cost=_costs(settings, rule, matrices, owners=owners, device=device),
-            splitting=rule.splitting(
-                settings.split_ranks, device, min_flops=int(settings.split_min_gflop * 1e9)
-            ),
+            splitting=rule.splitting(most, device, min_flops=int(settings.split_min_gflop * 1e9)),
         )
 
     return rule, method
@@ -134,14 +141,15 @@ def plan_stage(
         parameter = _sharded_parameter(entry, layout[entry.parameter.tensor], tp=tp, dp=dp)
         parameters.append(parameter)
         logical.extend(logical_matrices(parameter, split=entry.split))
-    group = ExchangeGroup(tp=tp, dp=dp)
+    group, bound = ExchangeGroup(tp=tp, dp=dp), settings.exchange_buffer_mb
+    per_node = domain.ranks_per_node(_ranks_of_a_node(settings))
     return make_plan(
         group=group,
         parameters=parameters,
         matrices=logical,
-        method=method(logical, group.size),
-        buffer_bytes=buffer_bytes_of(settings.exchange_buffer_mb),
-        ranks_per_node=domain.ranks_per_node(_ranks_of_a_node(settings)),
+        method=method(logical, group.size, per_node),
+        buffer_bytes=None if bound is None else buffer_bytes_of(bound),
+        ranks_per_node=per_node,
     )
 
 

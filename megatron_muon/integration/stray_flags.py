@@ -9,10 +9,7 @@ from megatron_muon.config import OPTIMIZERS, Flag, MatrixConfig
 from megatron_muon.flags import FLAGS
 
 SPLIT_FROM = "--dmuon-split-min-gflop"
-IDLE_SPLIT = (
-    f"{SPLIT_FROM} has no effect without --dmuon-split-ranks: remove it or type "
-    "--dmuon-split-ranks 8"
-)
+IDLE_SPLIT = f"{SPLIT_FROM} has no effect with --dmuon-split-ranks 1: remove one of them"
 
 
 def stray_setting_problems(settings: MatrixConfig) -> list[str]:

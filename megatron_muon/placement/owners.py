@@ -42,13 +42,13 @@ def assign_ranks(
         works: The matrices.
         ranks: Number of ranks.
         ranks_per_node: Neighbouring ranks that are on one node, all by default. The ranks of one
-            matrix are on the same one where that costs no time, and an owner is on that of the
-            matrix's pieces.
+            matrix are on the same one wherever one has so many, and an owner is on that of the
+            matrix's pieces where that costs no time.
 
     Returns:
         For each matrix the ranks that compute its parts, ascending.
     """
-    per_node = ranks_per_node or ranks
+    per_node = min(ranks_per_node or ranks, ranks)
     goal = max(
         -(-sum(work.cost * work.parts for work in works) // ranks),
         max((work.cost for work in works), default=0),
@@ -57,7 +57,7 @@ def assign_ranks(
     loads = _Loads(ranks, per_node)
     placed: list[list[int]] = [[] for _ in works]
     for index in order:
-        placed[index] = loads.emptiest(works[index].parts, works[index].cost, goal)
+        placed[index] = loads.emptiest(works[index].parts)
         loads.add(placed[index], works[index].cost)
     _LocalSearch(placed, works, order, ranks, per_node).run(goal)
     by_cost: dict[int, list[int]] = defaultdict(list)
@@ -84,8 +84,12 @@ class _Loads:
             for first in range(0, ranks, ranks_per_node)
         ]
 
-    def emptiest(self, count: int, cost: int, goal: int) -> list[int]:
-        """The emptiest ranks; those of one node if they are not above them, or the goal, after."""
+    def emptiest(self, count: int) -> list[int]:
+        """The emptiest ranks; several are on one node if any has so many."""
+        fitting = [node for node in self._nodes if len(node) >= count] if count > 1 else []
+        if fitting:
+            best = min(fitting, key=lambda node: (node[count - 1][0], node[:count]))
+            return [rank for _, rank in best[:count]]
         chosen: list[tuple[int, int]] = []
         while len(chosen) < count:
             load, rank = heapq.heappop(self._heap)
@@ -94,11 +98,6 @@ class _Loads:
                 chosen.append((load, rank))
         for entry in chosen:
             heapq.heappush(self._heap, entry)
-        if count > 1:
-            fitting = [node for node in self._nodes if len(node) >= count]
-            best = min(fitting, key=lambda node: (node[count - 1], node[0]), default=None)
-            if best and best[count - 1][0] + cost <= max(chosen[-1][0] + cost, goal):
-                chosen = best[:count]
         return [rank for _, rank in chosen]
 
     def add(self, ranks: Sequence[int], cost: int) -> None:
@@ -125,7 +124,7 @@ class _LocalSearch:
         works: The matrices.
         order: Indices of the works in an order that does not depend on the one given.
         ranks: Number of ranks.
-        ranks_per_node: Where equal, a part stays on its node.
+        ranks_per_node: A part stays on its node.
     """
 
     def __init__(
@@ -165,7 +164,7 @@ class _LocalSearch:
         """The change after which the fuller of the two ranks is emptiest; None if none helps."""
         best: _Change | None = None
         load = self._loads[busiest]
-        lowest = (load, False, 0)
+        lowest = (load, 0)
         for cost in sorted(self._works[busiest], reverse=True):
             for rank, other in enumerate(self._loads):
                 if other >= load or not cost:
@@ -177,28 +176,35 @@ class _LocalSearch:
                     change = self._change(busiest, rank, cost, taken)
                     if change is None:
                         continue
-                    key = (reached, self._leaves_node(change[0], busiest, rank), rank)
-                    if key < lowest:
-                        best, lowest = change, key
+                    if (reached, rank) < lowest:
+                        best, lowest = change, (reached, rank)
         return best
 
     def _change(self, busiest: int, rank: int, cost: int, taken: int) -> _Change | None:
         """A work of this cost, and one to take for it, that leave the parts of both apart."""
-        given = self._free_of(busiest, cost, rank)
+        given = self._movable(busiest, cost, rank)
         if given is None:
             return None
         if not taken:
             return given, rank, None
-        back = self._free_of(rank, taken, busiest)
+        back = self._movable(rank, taken, busiest)
         return None if back is None else (given, rank, back)
 
-    def _free_of(self, rank: int, cost: int, other: int) -> int | None:
-        """The first work of a rank and cost of which another rank has no part."""
-        return next((i for i in self._works[rank][cost] if other not in self._placed[i]), None)
+    def _movable(self, rank: int, cost: int, other: int) -> int | None:
+        """The first work of a rank and cost that another rank can have instead.
 
-    def _leaves_node(self, index: int, source: int, target: int) -> bool:
-        is_split = len(self._placed[index]) > 1
-        return is_split and source // self._per_node != target // self._per_node
+        One of which it has no part, and of those that are split on one node only one of its own.
+        """
+        is_near = rank // self._per_node == other // self._per_node
+        return next(
+            (
+                index
+                for index in self._works[rank][cost]
+                if other not in (ranks := self._placed[index])
+                and (is_near or len(ranks) == 1 or len(ranks) > self._per_node)
+            ),
+            None,
+        )
 
     def _move(self, index: int, source: int, target: int) -> None:
         cost = self._costs[index]

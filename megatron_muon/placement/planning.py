@@ -33,8 +33,7 @@ class Method:
         flops: Floating-point operations of one (m, n) matrix.
         itemsizes: Bytes of an element of a message, by ``Round.kind``.
         scheme: How a matrix with one owner is communicated.
-        splitting: How several ranks can compute a matrix; None for one owner each. Nothing is
-            split where the buffers would not fit otherwise.
+        splitting: How several ranks can compute a matrix; None for one owner each.
         phases: Memory of a wave on a rank.
         slots: Most waves under way at once.
         alone: As in ``Lane``.
@@ -96,7 +95,9 @@ def make_plan(
         for matrix, theirs in zip(matrices, held, strict=True)
     ]
 
-    def plan_with(splitting: Splitting | None, bound: int | None) -> Plan:
+    def plan_with(
+        splitting: Splitting | None, bound: int | None, most_elements: int | None = None
+    ) -> Plan:
         if method.at_home is not None:
             chosen = _choose_at_home(candidates, method.at_home, group.size)
         else:
@@ -105,6 +106,7 @@ def make_plan(
                 ranks=group.size,
                 ranks_per_node=ranks_per_node or group.size,
                 splitting=splitting,
+                most_elements=most_elements,
             )
         plan = Plan(
             group=group,
@@ -128,13 +130,20 @@ def make_plan(
     def split_or_whole(bound: int | None) -> Plan:
         if method.splitting is None or method.splitting.most_ranks == 1:
             return plan_with(None, bound)
-        try:
-            return plan_with(method.splitting, bound)
-        except BufferTooSmallError as split:
+        largest = max((matrix.numel for matrix in matrices), default=1)
+        most = method.splitting.most_ranks
+        smaller = [largest // count for count in (2, 4, 8, most) if count <= most]
+        tried: list[BufferTooSmallError] = []
+        for splitting, most_elements in (
+            (method.splitting, None),
+            (None, None),
+            *((method.splitting, elements) for elements in smaller),
+        ):
             try:
-                return plan_with(None, bound)
-            except BufferTooSmallError as whole:
-                raise min(split, whole, key=lambda error: error.needed) from None
+                return plan_with(splitting, bound, most_elements)
+            except BufferTooSmallError as error:
+                tried.append(error)
+        raise min(tried, key=lambda error: error.needed)
 
     if buffer_bytes is None:
         return split_or_whole(None)

@@ -26,6 +26,9 @@ FLOPS_PER_BYTE = {"cuda": 2000, "cpu": 20}
 400 TFLOP/s over 200 GB/s between the GPUs of a node; 20 GFLOP/s over 1 GB/s of gloo on one machine.
 """
 
+WORTH_SPLITTING = (90, 100)
+"""Largest load with split matrices, over that with whole ones, from which on they are split."""
+
 NEAR_ENOUGH = (102, 100)
 """Largest load over what is possible at which no more matrices are split: messages cost too."""
 
@@ -127,6 +130,7 @@ def choose_ranks(
     ranks: int,
     ranks_per_node: int,
     splitting: Splitting | None,
+    most_elements: int | None = None,
 ) -> Choice:
     """Owners, and several ranks for a matrix where whole matrices would take longer.
 
@@ -138,24 +142,26 @@ def choose_ranks(
         ranks: Number of ranks.
         ranks_per_node: As for ``assign_ranks``.
         splitting: How matrices can be split; None splits none.
+        most_elements: Of a part, as far as there may be so many parts; for want of memory.
     """
     costs = _PartCosts(candidates, splitting)
-    limits = [_most_parts(costs, i, ranks) for i in range(len(candidates))]
+    least = [_least_parts(c, ranks, splitting, most_elements) for c in candidates]
+    limits = [max(least[i], _most_parts(costs, i, ranks)) for i in range(len(candidates))]
     possible = smallest_possible(
         (options_of(costs.smallest(i, limit)) for i, limit in enumerate(limits)), ranks
     )
     best = _Best(costs, ranks, ranks_per_node, possible)
     for parts in _ways(candidates, costs, limits, ranks, possible):
-        best.try_parts(parts)
+        best.try_parts(tuple(map(max, parts, least)))
         if best.is_near_enough:
-            return Choice(ranks=best.placed, possible=possible)
-    if max(limits, default=1) > 1:
-        for percent in _TARGETS:
-            target = possible * percent // 100
-            if best.is_near_enough or target >= best.load:
-                break
-            best.try_parts(_mixed(costs, limits, best.parts, ranks, target))
-    return Choice(ranks=best.placed, possible=possible)
+            break
+    for percent in _TARGETS:
+        target = possible * percent // 100
+        if limits == least or best.is_near_enough or target >= best.load:
+            break
+        mixed = _mixed(costs, limits, best.parts, ranks, target)
+        best.try_parts(tuple(map(max, mixed, least)))
+    return Choice(ranks=best.worth_it, possible=possible)
 
 
 class _Best:
@@ -169,6 +175,7 @@ class _Best:
         self.parts: tuple[int, ...] = ()
         self.placed: tuple[tuple[int, ...], ...] = ()
         self.load = -1
+        self._first: tuple[int, tuple[tuple[int, ...], ...]] | None = None
 
     def try_parts(self, parts: tuple[int, ...]) -> None:
         """Place matrices in these numbers of parts; kept if no placement before was as fast."""
@@ -178,8 +185,18 @@ class _Best:
         ]
         placed = assign_ranks(works, ranks=self._ranks, ranks_per_node=self._ranks_per_node)
         load = _largest_load(works, placed, self._ranks)
+        if self._first is None:
+            self._first = load, placed
         if self.load < 0 or load < self.load:
             self.parts, self.placed, self.load = parts, placed, load
+
+    @property
+    def worth_it(self) -> tuple[tuple[int, ...], ...]:
+        """The fastest placement, or the first one if it is hardly slower."""
+        assert self._first is not None
+        load, first = self._first
+        few, many = WORTH_SPLITTING
+        return self.placed if self.load * many <= load * few else first
 
     @property
     def is_near_enough(self) -> bool:
@@ -302,6 +319,16 @@ def _most_parts(costs: _PartCosts, index: int, ranks: int) -> int:
         return 1
     most = min(splitting.most_ranks, ranks, max(candidate.shape))
     return min(range(1, most + 1), key=lambda count: costs(index, count))
+
+
+def _least_parts(
+    candidate: Candidate, ranks: int, splitting: Splitting | None, most_elements: int | None
+) -> int:
+    """Number of parts that have no more elements than allowed, or as many as there may be."""
+    if splitting is None or most_elements is None:
+        return 1
+    m, n = candidate.shape
+    return min(-(-m * n // most_elements), splitting.most_ranks, ranks, max(m, n))
 
 
 def _parts(costs: _PartCosts, index: int, limit: int, size: int) -> int:

@@ -66,6 +66,7 @@ def test_every_update_equals_the_reference(
         for counters, load in result["counters"]:
             assert counters.sent_bytes == load.sent_bytes
             assert counters.received_bytes == load.received_bytes
+            assert run.config.exchange_buffer_mb is not None
             assert counters.peak_buffer_bytes <= run.config.exchange_buffer_mb * 2**20
             if demanding and tp * dp > 1:
                 assert counters.messages >= 2 * 2

@@ -209,12 +209,13 @@ def test_owners_waves_and_bytes_are_those_of_the_plan() -> None:
     # The ring over 3 ranks: 2/3 of 4000 elements of 4 + 2 bytes.
     assert line.endswith(
         f"exchange: at most {sent / 2**20:.2f} MiB sent by a rank and step "
-        f"({sent / 16_000:.2f} x what AdamW's reduce and gather send); buffers at most "
-        f"{peak / 2**20:.2f} MiB of --matrix-exchange-buffer-mb 64"
+        f"({sent / 16_000:.2f} x what AdamW's reduce and gather send); memory of a step at most "
+        f"{peak / 2**20:.2f} MiB of --matrix-exchange-buffer-mb 64 (1 wave of whole matrices, 1 at "
+        "once; the largest matrix, 512x256, is sent in 0.50 MiB)"
     )
     assert not any("warning" in line for line in lines)
     lines = _report(entries, dp=3, settings=replace(SETTINGS, exchange_buffer_mb=0.3000001))
-    assert any(line.endswith("of --matrix-exchange-buffer-mb 0.3000001") for line in lines)
+    assert any("of --matrix-exchange-buffer-mb 0.3000001 (" in line for line in lines)
 
 
 @pytest.mark.parametrize(("dp", "expected"), [(1, 0), (2, 12_000), (3, 16_000), (4, 18_000)])
