@@ -249,12 +249,16 @@ def test_a_matrix_that_dominates_is_warned_of() -> None:
         Whole(name="layers.0.large", shape=(64, 8), tp_dim=0),
         *(Whole(name=f"layers.{i}.w", shape=(8, 8), tp_dim=0) for i in range(1, 8)),
     ]
-    assert [line for line in _report(entries) if line.startswith("warning")] == [
-        (
-            "warning: layers.0.large (64x8) alone takes 1.07 x the mean load of an owner and "
-            "dominates the balance; --dmuon-split-ranks 2 would split it among owners"
-        )
-    ]
+    words = (
+        "warning: layers.0.large (64x8) alone takes 1.07 x the mean load of an owner and dominates "
+        "the balance"
+    )
+    for ranks, advice in (
+        (1, "; --dmuon-split-ranks 2 would split it among owners"),
+        (None, ""),
+    ):
+        lines = _report(entries, settings=replace(SETTINGS, split_ranks=ranks))
+        assert [line for line in lines if line.startswith("warning")] == [words + advice]
     assert not any("warning" in line for line in _report([*entries, ENTRIES[0]]))
 
 

@@ -217,8 +217,8 @@ def test_an_optimizer_that_does_not_exist_is_refused_with_what_both_refuse(
 
 
 def test_a_threshold_without_splitting_is_refused(configs: dict[str, Any]) -> None:
-    (problem,) = _problems(configs, MatrixConfig(split_min_gflop=1.0))
-    assert problem.startswith("--dmuon-split-min-gflop has no effect without --dmuon-split-ranks")
+    (problem,) = _problems(configs, MatrixConfig(split_min_gflop=1.0, split_ranks=1))
+    assert problem.startswith("--dmuon-split-min-gflop has no effect with --dmuon-split-ranks 1")
 
 
 class Quantized(torch.nn.Parameter):

@@ -244,8 +244,8 @@ OUT_OF_RANGE = [
     ),
     ("--dmuon-split-ranks 2 --dmuon-split-min-gflop nan", "--dmuon-split-min-gflop is nan"),
     (
-        "--dmuon-split-min-gflop 2",
-        "--dmuon-split-min-gflop has no effect without --dmuon-split-ranks: remove it or type",
+        "--dmuon-split-ranks 1 --dmuon-split-min-gflop 2",
+        "--dmuon-split-min-gflop has no effect with --dmuon-split-ranks 1: remove one of them",
     ),
     ("--matrix-ranks-per-node 0", "--matrix-ranks-per-node is 0; it must be an integer >= 1"),
     ("--dmuon-cost-table nothing.json", "--dmuon-cost-table nothing.json cannot be read (No such"),
