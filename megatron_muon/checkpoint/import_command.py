@@ -35,8 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--param-names",
         type=Path,
+        action="append",
+        default=[],
         metavar="FILE",
-        help="names of parameters, one to a line, for a state dict that numbers them",
+        help="names of parameters, one to a line, for a state dict that numbers them; once for "
+        "each such optimizer of the file, in its order",
     )
     parser.add_argument(
         "--heavy-ball",
@@ -57,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     beta = options.heavy_ball
     if beta is not None and not 0.0 <= beta < 1.0:
         raise CheckpointError(f"--heavy-ball is {beta}; it must be in [0, 1).")
-    names = None if options.param_names is None else read_names(options.param_names)
+    names = [read_names(file) for file in options.param_names]
     foreign = read_foreign(options.file, names=names, heavy_ball=beta)
     version = options.megatron_version
     output = plan_import(

@@ -15,11 +15,12 @@ from megatron_muon.checkpoint.names import (
     MOMENTUM,
     RIGHT_FACTOR,
     split_state_key,
+    unknown_state,
 )
 from megatron_muon.checkpoint.parameters import StoredParameter
 from megatron_muon.checkpoint.reading import Checkpoint, CommonState
 
-Optimizer = Literal["adam", "muon", "dmuon", "orth_dion", "none"]
+Optimizer = Literal["adam", "muon", "dmuon", "orth_dion", "none", "unknown"]
 
 GROUP_KEY = "matrix_optimizer"
 """Key of our groups of matrices, ``integration.combined_optimizer.MATRIX_GROUP_KEY``."""
@@ -85,6 +86,8 @@ def optimizer_of(checkpoint: Checkpoint) -> Optimizer:
     states = {known[0] for key in checkpoint.tensors if (known := split_state_key(key))}
     if has_buckets(checkpoint):
         return "adam"
+    if _is_sgd(checkpoint.common) or any(map(unknown_state, checkpoint.tensors)):
+        return "unknown"
     if RIGHT_FACTOR in states:
         return "orth_dion"
     ours = {group[GROUP_KEY] for group in param_groups(checkpoint.common) if group.get(GROUP_KEY)}
@@ -100,6 +103,24 @@ def param_groups(common: CommonState) -> tuple[dict[str, Any], ...]:
         for state in _optimizers(common)
         for group in state.get("optimizer", {}).get("param_groups", ())
     )
+
+
+def _is_sgd(common: CommonState) -> bool:
+    """Its ``momentum_buffer`` is a sum of gradients, and of every parameter."""
+    return any("dampening" in group for group in param_groups(common))
+
+
+def _require_known_optimizer(checkpoint: Checkpoint) -> None:
+    """Refuse state that would be left behind, or taken for that of another optimizer."""
+    unknown = next((key for key in checkpoint.tensors if unknown_state(key)), None)
+    known = "Known are Megatron's Adam, its muon, dmuon and Orth-Dion"
+    if unknown is not None:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds {unknown}, state of an optimizer that is not known. "
+            f"{known}."
+        )
+    if _is_sgd(checkpoint.common):
+        raise CheckpointError(f"{checkpoint.folder} was saved by SGD. {known}.")
 
 
 def _optimizers(common: CommonState) -> Iterator[dict[str, Any]]:
@@ -131,6 +152,7 @@ def source_state(
     """
     if has_buckets(checkpoint):
         raise CheckpointError(f"{checkpoint.folder} {BUCKETS}: {RESHARD}.")
+    _require_known_optimizer(checkpoint)
     kind = optimizer_of(checkpoint)
     if kind == "none" and not may_lack:
         raise CheckpointError(
@@ -180,6 +202,13 @@ def _require_shapes(
 ) -> None:
     for name, found in states.items():
         shape = parameters[name].facts.shape
+        there = [state for state in ADAM_STATES if state in found]
+        if len(there) == 1:
+            (missing,) = set(ADAM_STATES) - set(there)
+            raise CheckpointError(
+                f"the checkpoint has {there[0]} of {name} without {missing}, as Lion keeps it; the "
+                "state of that optimizer is not known."
+            )
         for state in (MASTER, MOMENTUM, *ADAM_STATES):
             if state not in found:
                 continue

@@ -72,10 +72,10 @@ def test_numbers_have_one_name_each(tmp_path: Path, groups: list[Any], said: str
     names = read_names(tmp_path / "names")
     state = {"state": {0: {"momentum_buffer": torch.ones(2, 2)}}, "param_groups": groups}
     torch.save(state | {"param_groups": [{"params": [0, 1], "momentum": 0.9}]}, tmp_path / "right")
-    assert read_foreign(tmp_path / "right", names=names).names == {"a"}
+    assert read_foreign(tmp_path / "right", names=[names]).names == {"a"}
     torch.save(state, tmp_path / "wrong")
     with pytest.raises(CheckpointError, match=said):
-        read_foreign(tmp_path / "wrong", names=names)
+        read_foreign(tmp_path / "wrong", names=[names])
 
 
 def test_a_file_of_torch_is_not_named_otherwise(tmp_path: Path) -> None:
