@@ -98,12 +98,8 @@ class _Import:
                 f"{self.foreign.path} has {strange[0]}{more}, which {self.like.folder} has not; "
                 f"its names look like {example} (--names megatron or hf)."
             )
-        trained = {name for name, states in self.source.states.items() if states}
-        lacking = [
-            plain.name
-            for plain in known.values()
-            if plain.parameter.name in trained and plain.name not in self.foreign.weights
-        ]
+        # Those without state as well: a router's correction bias is a weight of the model.
+        lacking = [name for name in known if name not in self.foreign.weights]
         if self.foreign.weights and lacking and not is_partial:
             more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
             raise CheckpointError(
