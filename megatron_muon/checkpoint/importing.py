@@ -33,6 +33,7 @@ from megatron_muon.checkpoint.plain_names import Names, PlainTensor, plain_tenso
 from megatron_muon.checkpoint.reading import Checkpoint, require_known
 from megatron_muon.checkpoint.source_state import source_state
 from megatron_muon.checkpoint.torch_files import Steps
+from megatron_muon.checkpoint.wrapper_names import prefix_of_some, without_wrappers
 
 _SHOWN = 10
 """Most entries that are listed on one line."""
@@ -71,7 +72,7 @@ class _Import:
         rows: int | None,
         is_partial: bool,
     ) -> None:
-        self.foreign, self.like = foreign, like
+        self.like = like
         self.model = model_tensors(like)
         self.parameters = stored_parameters(self.model, like.common)
         self.source = source_state(like, self.parameters)
@@ -80,23 +81,25 @@ class _Import:
         for plain in plain_tensors(self.parameters, names, rows):
             self.plain.setdefault(plain.parameter.name, []).append(plain)
             self.by_matrix[plain.matrix] = plain
+        known = {plain.name: plain for found in self.plain.values() for plain in found}
+        self.foreign, self.removed = without_wrappers(foreign, known)
         self.kept = matrix_convention(self.source.optimizer, like.common, self.source.groups, None)
-        self._require_names(is_partial)
+        self._require_names(known, is_partial)
         self.zeros: list[str] = []
         self.left: list[str] = []
         self.taken: set[tuple[str, str]] = set()
         self.factors: set[float] = set()
         self.fresh_adam: set[str] = set()
 
-    def _require_names(self, is_partial: bool) -> None:
-        known = {plain.name: plain for found in self.plain.values() for plain in found}
+    def _require_names(self, known: Mapping[str, PlainTensor], is_partial: bool) -> None:
         strange = sorted(self.foreign.names - known.keys())
         if strange:
             example = next((n for n in known if "proj" in n or "linear" in n), min(known))
             more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
             raise CheckpointError(
                 f"{self.foreign.path} has {strange[0]}{more}, which {self.like.folder} has not; "
-                f"its names look like {example} (--names megatron or hf)."
+                f"its names look like {example} (--names megatron or hf)"
+                f"{prefix_of_some(strange[0], self.foreign, known)}."
             )
         # Those without state as well: a router's correction bias is a weight of the model.
         lacking = [name for name in known if name not in self.foreign.weights]
@@ -290,6 +293,8 @@ class _Import:
 
     def _notes(self) -> Iterator[str]:
         yield f"iteration, schedule and arguments are those of {self.like.folder}"
+        if self.removed:
+            yield f"names in the file are those of a wrapped model: {self.removed} was removed"
         if self.foreign.unread:
             shown = ", ".join(self.foreign.unread[:_SHOWN])
             more = len(self.foreign.unread) - _SHOWN

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +51,77 @@ def test_weights_that_nobody_trains_are_not_left_out_silently(
     assert tool("import", *arguments, "--partial") == 0
     assert "weight of decoder.layers.1.mlp.router.expert_bias" in capsys.readouterr().out
     assert Checkpoint(tmp_path / "new").read(BIAS).equal(Checkpoint(run).read(BIAS))
+
+
+def _renamed(content: dict[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    return content | {
+        part: {rename(name): kept for name, kept in content[part].items()}
+        for part in ("model", "state")
+    }
+
+
+def _compiled_layers(name: str) -> str:
+    return re.sub(r"(layers\.\d+)", r"\1._orig_mod", name)
+
+
+def _checkpointed(name: str) -> str:
+    return re.sub(r"(\.mlp)\.", r"\1._checkpoint_wrapped_module.", name)
+
+
+@pytest.mark.parametrize("names", ["megatron", "hf"])
+@pytest.mark.parametrize(
+    ("rename", "said"),
+    [
+        ("module.{}".format, "'module.' was removed"),
+        ("_orig_mod.{}".format, "'_orig_mod.' was removed"),
+        ("module._orig_mod.{}".format, "'_orig_mod.', 'module.' was removed"),
+        ("_orig_mod.module.{}".format, "'_orig_mod.', 'module.' was removed"),
+        ("_forward_module.model.{}".format, "'_forward_module.model.' was removed"),
+        (_compiled_layers, "'_orig_mod.' was removed"),
+        (lambda n: f"module.{_checkpointed(n)}", "'_checkpoint_wrapped_module.', 'module.' was"),
+    ],
+    ids=["DDP", "compiled", "DDP of compiled", "compiled DDP", "Lightning", "layers", "inside"],
+)
+def test_names_of_a_wrapped_model_are_those_of_the_bare_one(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    rename: Callable[[str], str],
+    said: str,
+    names: str,
+) -> None:
+    run = save_run(tmp_path / "run")
+    content = exported(run, tmp_path / "bare.pt", "--names", names)
+    torch.save(_renamed(content, rename), tmp_path / "wrapped.pt")
+    for file in ("bare", "wrapped"):
+        capsys.readouterr()
+        arguments = ("--like", run, "--names", names)
+        assert tool("import", tmp_path / f"{file}.pt", tmp_path / file, *arguments) == 0
+        told = capsys.readouterr().out
+        assert told.count("names in the file are those of a wrapped model") == (file == "wrapped")
+        assert (said in told) == (file == "wrapped")
+        assert tool("verify", run, tmp_path / file) == 0
+
+
+def test_a_prefix_that_some_names_have_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = save_run(tmp_path / "run")
+    weights = exported(run, tmp_path / "bare.pt")["model"]
+    name = "output_layer.weight"
+    mixed = {n if n == name else f"module.{n}": t for n, t in weights.items()}
+    torch.save(mixed, tmp_path / "mixed.pt")
+    capsys.readouterr()
+    assert tool("import", tmp_path / "mixed.pt", tmp_path / "new", "--like", run) == 2
+    hint = f"the prefix 'module.' is removed where all names have it, and {name} has not"
+    assert hint in capsys.readouterr().err
+    torch.save(
+        {f"module.{n}": t for n, t in weights.items()} | {"module.x": weights[name]},
+        tmp_path / "more.pt",
+    )
+    assert tool("import", tmp_path / "more.pt", tmp_path / "new", "--like", run) == 2
+    assert "more.pt has x, which" in capsys.readouterr().err
+    torch.save(
+        {f"{prefix}{name}": weights[name] for prefix in ("", "_orig_mod.")}, tmp_path / "twice.pt"
+    )
+    assert tool("import", tmp_path / "twice.pt", tmp_path / "new", "--like", run) == 2
+    assert f"has {name} twice, of a wrapped model" in capsys.readouterr().err
