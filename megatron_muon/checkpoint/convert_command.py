@@ -140,8 +140,7 @@ def write_output(output: Output, options: argparse.Namespace, source: Checkpoint
             f"load with --ckpt-step {step}" if is_found else f"to load this one write {step} there"
         )
         print(f"{root / TRACKER} was left as it is, at {last}; {how}")
-    print(*left_behind(folder), *output.notes, sep="\n")
-    print(f"written to {folder}")
+    print(*left_behind(folder), *output.notes, f"written to {folder}", sep="\n")
     return 0
 
 

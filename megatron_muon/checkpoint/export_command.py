@@ -155,7 +155,7 @@ def plan_export(
         states[plain.name] |= _factors(checkpoint, own, plain)
     exported = Exported(
         iteration=int(checkpoint.common.value.get("iteration", 0)),
-        step=steps_of(source.groups),
+        step=steps_of(source),
         names=names,
         optimizer=source.optimizer,
         momentum=kept,

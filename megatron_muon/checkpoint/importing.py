@@ -202,6 +202,11 @@ class _Import:
         """Where a parameter's weight or state comes from; None to keep that of ``like``."""
         plain = self.plain[parameter.name]
         if not state:
+            # Without masters of its own ``like`` has fp32 weights, where those of the file belong.
+            states = self.source.states[parameter.name]
+            masters = {p.name: self.foreign.states.get(p.name, {}).get(MASTER) for p in plain}
+            if states and MASTER not in states and None not in masters.values():
+                return self._from(plain, masters)
             return self._from(plain, {p.name: self.foreign.weights.get(p.name) for p in plain})
         found = {p.name: self.foreign.states.get(p.name, {}).get(state) for p in plain}
         if state == MASTER and None in found.values():
@@ -336,9 +341,16 @@ def _with_step(state: object, step: int) -> object:
     """A copy in which every parameter group has made so many steps."""
     if isinstance(state, dict):
         return {
-            key: step if key == "step" and isinstance(value, int) else _with_step(value, step)
+            key: _like_step(value, step)
+            if key in ("step", "common_step")
+            else _with_step(value, step)
             for key, value in state.items()
         }
     if isinstance(state, list):
         return [_with_step(value, step) for value in state]
     return state
+
+
+def _like_step(value: object, step: int) -> object:
+    """A step count in the form of another one: torch's Adam keeps a tensor."""
+    return torch.full_like(value, step) if isinstance(value, torch.Tensor) else step

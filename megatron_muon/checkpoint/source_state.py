@@ -61,6 +61,8 @@ class SourceState:
         states: State name (``fp32_param`` of masters) to location, by parameter name.
         factors: Right factors by the name of their matrix.
         grad_scaler: State of the gradient scaler, None without one.
+        step_in_state: Whether Adam's step count was beside its state, where torch's Adam keeps it,
+            and not in its groups, as Transformer Engine's and Apex's.
     """
 
     optimizer: Optimizer
@@ -68,6 +70,7 @@ class SourceState:
     states: Mapping[str, Mapping[str, Location]]
     factors: Mapping[str, TensorInfo]
     grad_scaler: dict[str, Any] | None
+    step_in_state: bool
 
 
 BUCKETS = (
@@ -97,12 +100,27 @@ def optimizer_of(checkpoint: Checkpoint) -> Optimizer:
 
 
 def param_groups(common: CommonState) -> tuple[dict[str, Any], ...]:
-    """The groups of all optimizers of a chain, in order; empty where none are in common state."""
-    return tuple(
-        group
-        for state in _optimizers(common)
-        for group in state.get("optimizer", {}).get("param_groups", ())
-    )
+    """The groups of all optimizers of a chain, in order; empty where none are in common state.
+
+    A step count that the state of an optimizer has for all of its groups is put into each.
+    """
+    found = []
+    for state in map(_inner, _optimizers(common)):
+        step = _step_in_state(state)
+        more = {} if step is None else {"step": int(step)}
+        found += [{**more, **group} for group in state.get("param_groups", ())]
+    return tuple(found)
+
+
+def _inner(state: dict[str, Any]) -> dict[str, Any]:
+    """The state dict of torch's optimizer: that of megatron-core, for fp32, is this itself."""
+    inner = state.get("optimizer")
+    return inner if isinstance(inner, dict) else state
+
+
+def _step_in_state(state: dict[str, Any]) -> Any:
+    kept = state.get("state")
+    return kept.get("common_step") if isinstance(kept, dict) else None
 
 
 def _is_sgd(common: CommonState) -> bool:
@@ -190,6 +208,9 @@ def source_state(
         states=states,
         factors=factors,
         grad_scaler=scalers[0] if scalers else None,
+        step_in_state=any(
+            _step_in_state(_inner(state)) is not None for state in _optimizers(checkpoint.common)
+        ),
     )
 
 

@@ -22,6 +22,9 @@ Flags = tuple[str, ...]
 ADAM = ("--optimizer", "adam", "--dist-ckpt-optim-fully-reshardable")
 ADAM_BUCKETS = ("--optimizer", "adam")
 MUON = ("--optimizer", "muon", "--bf16")
+ADAM_PLAIN = ("--optimizer", "adam", pretraining.NOT_DISTRIBUTED)
+MUON_PLAIN = ("--optimizer", "muon", pretraining.NOT_DISTRIBUTED)
+"""The only way in which megatron-core's muon trains fp32 weights."""
 MOE = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "40"),
     *("--moe-token-dispatcher-type", "alltoall", "--moe-router-load-balancing-type", "none"),

@@ -15,8 +15,13 @@ from megatron_muon.checkpoint.reading import Checkpoint
 from tests.distributed.offline import (
     ADAM,
     ADAM_BUCKETS,
+    ADAM_PLAIN,
     MUON,
+    MUON_PLAIN,
+    OF,
     RANK,
+    STEPS,
+    TARGET,
     Saves,
     convert,
     different,
@@ -78,19 +83,69 @@ def test_upstream_muon_and_dmuon_go_on_alike(
     ranks: Ranks, saved: Saves, tmp_path: Path, direction: str
 ) -> None:
     """The same momentum bit by bit, and the same next update but for the order of sums."""
-    precise = (*MUON, "--muon-fp32-matmul-prec", "high")
-    flags = (*DMUON[:2], "--bf16", "--matrix-no-split-gate-up", "--dmuon-compute-dtype", "fp32")
-    here, there = (precise, flags) if direction == "muon to dmuon" else (flags, precise)
+    flags = (*DMUON[:2], "--bf16", *LIKE_UPSTREAM)
+    here, there = ((*MUON, *PRECISE), flags)[:: 1 if direction == "muon to dmuon" else -1]
+    assert _go_on_alike(ranks, saved, tmp_path, (here, there), ("fp32_param of ",)) > 8
+
+
+@pytest.mark.parametrize("direction", ["muon to dmuon", "dmuon to muon", "muon to muon"])
+def test_upstream_muon_without_masters_and_dmuon_go_on_alike(
+    ranks: Ranks, saved: Saves, tmp_path: Path, direction: str
+) -> None:
+    """fp32 weights are the masters of megatron-core's muon, whose groups are nested otherwise."""
+    flags = {"muon": (*MUON_PLAIN, *PRECISE), "dmuon": (*DMUON[:2], *LIKE_UPSTREAM)}
+    here, there = (flags[name] for name in direction.split(" to "))
+    weights = ("decoder.", "embedding.", "output_layer.")
+    assert _go_on_alike(ranks, saved, tmp_path, (here, there), weights) > 4
+    masters = [key for key in Checkpoint(tmp_path / "c").tensors if ".fp32_param." in key]
+    assert bool(masters) == (there[1] == "dmuon")
+
+
+PRECISE = ("--muon-fp32-matmul-prec", "high")
+LIKE_UPSTREAM = ("--matrix-no-split-gate-up", "--dmuon-compute-dtype", "fp32")
+
+
+def _go_on_alike(
+    ranks: Ranks,
+    saved: Saves,
+    tmp_path: Path,
+    flags: tuple[tuple[str, ...], tuple[str, ...]],
+    weights: tuple[str, ...],
+) -> int:
+    """How many weights one step changes by a thousand times as much as the two runs are apart."""
+    here, there = flags
     source = saved(*here)
     converted = convert(source, tmp_path / "c", there[1])
-    for state in ("fp32_param of ", "momentum_buffer of ", "exp_avg of ", "exp_avg_sq of "):
+    states = (*weights, "momentum_buffer of ", "exp_avg of ", "exp_avg_sq of ")
+    for state in states:
         assert different(source, converted, state) == []
     train(ranks, source, tmp_path / "here", here)
     train(ranks, tmp_path / "c", tmp_path / "there", there)
-    for state in ("fp32_param of ", "momentum_buffer of ", "exp_avg of ", "exp_avg_sq of "):
+    for state in states:
         assert different(tmp_path / "here", tmp_path / "there", state, 1e-5) == []
-    moved = different(tmp_path / "here", source, "fp32_param of ", 1e-2)
-    assert len(moved) > 8, "one step changes weights by a thousand times as much"
+    return sum(len(different(tmp_path / "here", source, w, 1e-2)) for w in weights)
+
+
+@pytest.mark.parametrize("to", ["dmuon", "orth_dion", "adam", "muon"])
+def test_fp32_adam_without_masters_goes_on(
+    ranks: Ranks, saved: Saves, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
+) -> None:
+    """megatron-core's plain optimizer saves no masters; no weight was said to be a matrix."""
+    source = saved(*ADAM_PLAIN)
+    capsys.readouterr()
+    there = convert(source, tmp_path / "c", to, *OF.get(to, ()))
+    said = "this run saved no fp32 masters: those of the result are its fp32 weights"
+    assert (said in capsys.readouterr().out) == (to != "muon")
+    assert different(source, there, "decoder.") == []
+    if to != "muon":
+        for name in ("decoder.layers.mlp.linear_fc1.weight", "output_layer.weight"):
+            key = f"optimizer.state.{'param' if to == 'adam' else 'fp32_param'}.{name}"
+            assert there.read(key).equal(Checkpoint(source).read(name))
+    flags = MUON_PLAIN if to == "muon" else TARGET[to]
+    train(ranks, tmp_path / "c", tmp_path / "loaded", flags, steps=STEPS)
+    assert different(there, tmp_path / "loaded", "") == []
+    train(ranks, tmp_path / "loaded", tmp_path / "on", flags)
+    assert len(different(tmp_path / "on", there, "decoder.", 1e-3)) > 3
 
 
 def test_right_factors_have_the_names_of_training(saved: Saves, tmp_path: Path) -> None:

@@ -125,3 +125,19 @@ def test_a_prefix_that_some_names_have_is_told(
     )
     assert tool("import", tmp_path / "twice.pt", tmp_path / "new", "--like", run) == 2
     assert f"has {name} twice, of a wrapped model" in capsys.readouterr().err
+
+
+def test_masters_of_a_file_are_the_weights_of_a_run_without_masters(tmp_path: Path) -> None:
+    """megatron-core's optimizers of fp32 weights keep none; the file's weights are rounded."""
+    content = exported(save_run(tmp_path / "run"), tmp_path / "whole.pt")
+    content["model"] = {name: weight.bfloat16() for name, weight in content["model"].items()}
+    content["step"] = 7
+    torch.save(content, tmp_path / "file.pt")
+    inner = {"param_groups": [{"betas": (0.9, 0.95)}], "state": {"common_step": torch.tensor(2.0)}}
+    like = save_run(tmp_path / "like", states=ADAM[1:], optimizer=inner)
+    assert tool("import", tmp_path / "file.pt", tmp_path / "new", "--like", like) == 0
+    new = Checkpoint(tmp_path / "new")
+    name = "decoder.layers.1.mlp.linear_fc2.weight"
+    stacked = new.read(name.replace(".1.", "."))
+    assert stacked[1].equal(content["state"][name]["fp32_param"])
+    assert new.common.value["optimizer"]["state"]["common_step"].equal(torch.tensor(7.0))

@@ -1,0 +1,65 @@
+"""convert on small runs that were made without Megatron: what it reads, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon.checkpoint.__main__ import main
+from megatron_muon.checkpoint.reading import Checkpoint
+from tests.unit.checkpoint.small_run import ADAM_GROUP, SHAPES, STEP, save_run
+
+WITHOUT_STEP = {key: value for key, value in ADAM_GROUP.items() if key != "step"}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def convert(run: Path, target: Path, to: str, *flags: str) -> Checkpoint:
+    assert main(["convert", str(run), str(target), "--to", to, *flags]) == 0
+    return Checkpoint(target)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_the_step_count_of_torchs_adam_is_found(tmp_path: Path, nested: bool) -> None:
+    """Without Transformer Engine and Apex it is not in the groups, and not nested for fp32."""
+    inner = {"param_groups": [WITHOUT_STEP], "state": {"common_step": torch.tensor(float(STEP))}}
+    run = save_run(
+        tmp_path / "run", states=MOMENTS, optimizer={"optimizer": inner} if nested else inner
+    )
+    groups = convert(run, tmp_path / "dmuon", "dmuon").common.value["optimizer"]["optimizer"]
+    assert [group["step"] for group in groups["param_groups"]] == [STEP, STEP]
+    (matrices, adam) = convert(run, tmp_path / "muon", "muon").common.value["optimizer"].values()
+    assert adam["state"]["common_step"].equal(torch.tensor(float(STEP)))
+    assert not any("step" in group for group in (*adam["param_groups"], *matrices["param_groups"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"groups": [WITHOUT_STEP]}, "does not say how many steps Adam has made"),
+        (
+            {"states": MOMENTS, "dtype": torch.bfloat16},
+            "this run saved no fp32 masters (there is none of embedding.word_embeddings.weight)",
+        ),
+    ],
+    ids=["steps", "masters"],
+)
+def test_what_is_not_said_is_not_guessed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], said: str
+) -> None:
+    run = save_run(tmp_path / "run", **changes)
+    assert main(["convert", str(run), str(tmp_path / "new"), "--to", "dmuon"]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_masters_are_the_weights_of_a_target_without_masters(tmp_path: Path) -> None:
+    """They are what the run trained; its weights may have been rounded."""
+    run = save_run(tmp_path / "run")
+    there, source = convert(run, tmp_path / "muon", "muon"), Checkpoint(run)
+    for key in SHAPES:
+        assert there.read(key).equal(source.read(f"optimizer.state.param.{key}"))
+        assert not source.read(key).equal(there.read(key))
+    assert not any("param." in key for key in there.tensors)
