@@ -55,6 +55,14 @@ def test_what_is_not_said_is_not_guessed(
     assert not (tmp_path / "new").exists()
 
 
+def test_why_nothing_is_a_matrix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = save_run(tmp_path / "run")
+    flags = ("--matrix-min-dim", "65", "--matrix-rule", "*.linear_fc2.weight:optimizer=adam")
+    assert main(["convert", str(run), str(tmp_path / "new"), "--to", "dmuon", *flags]) == 2
+    reasons = "6 a side shorter than 65, 2 embedding or output layer, 2 rule, 1 norm or bias"
+    assert f"dmuon to train: {reasons} (--matrix-min-dim is 65)." in capsys.readouterr().err
+
+
 def test_masters_are_the_weights_of_a_target_without_masters(tmp_path: Path) -> None:
     """They are what the run trained; its weights may have been rounded."""
     run = save_run(tmp_path / "run")
