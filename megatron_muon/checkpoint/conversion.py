@@ -44,13 +44,18 @@ from megatron_muon.checkpoint.param_groups import (
     optimizer_state,
     steps_of,
 )
-from megatron_muon.checkpoint.parameters import StoredParameter, model_tensors, stored_parameters
+from megatron_muon.checkpoint.parameters import (
+    StoredParameter,
+    model_tensors,
+    require_names,
+    stored_parameters,
+)
 from megatron_muon.checkpoint.reading import Checkpoint, require_known
 from megatron_muon.checkpoint.right_factors import factor_tensors
 from megatron_muon.checkpoint.settings import ConvertSettings, saved_flags
 from megatron_muon.checkpoint.source_state import Location, SourceState, source_state
 from megatron_muon.checkpoint.target_routes import target_routes
-from megatron_muon.config import OPTIMIZERS, MatrixConfig
+from megatron_muon.config import OPTIMIZERS
 
 
 def plan_conversion(checkpoint: Checkpoint, settings: ConvertSettings) -> Output:
@@ -82,6 +87,7 @@ class _Conversion:
         self.model = model_tensors(checkpoint)
         # Model tensors without state (position buffers, frozen weights) are parameters to nobody.
         self.parameters = stored_parameters(self.model, checkpoint.common)
+        require_names(self.parameters, checkpoint.common)
         self.source: SourceState = source_state(checkpoint, self.parameters)
         self.masters = self._masters()
         self.target: Convention = (
@@ -315,7 +321,7 @@ class _Conversion:
                 optimizer=self.settings.to,
                 has_matrices=any(self.is_matrix.values()),
                 step=0 if self.fresh_adam else steps_of(self.source),
-                momentum=float(common.argument("muon_momentum", MatrixConfig.momentum)),
+                momentum=self._upstream_momentum() if self.settings.to == "muon" else 0.0,
                 has_masters=self.has_masters,
                 step_in_state=self.source.step_in_state,
             ),
@@ -330,6 +336,13 @@ class _Conversion:
             common, self.settings.to, has_masters=self.has_masters
         )
         return value
+
+    def _upstream_momentum(self) -> float:
+        """β of megatron-core's muon, whose groups have it: that of the source, if it has one."""
+        is_muon = self.source.optimizer in ("muon", "dmuon") and self.settings.heavy_ball is None
+        if is_muon:
+            return self.matrix_source.known
+        return float(self.checkpoint.common.required("muon_momentum", "optimizer"))
 
     def _notes(self) -> Iterator[str]:
         if self.has_masters and any(m.info.key in self.model for m in self.masters.values()):

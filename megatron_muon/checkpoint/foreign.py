@@ -196,14 +196,7 @@ def _read_plain(content: Mapping[str, Any], found: Foreign) -> None:
     if not isinstance(weights, Mapping) or not isinstance(states, Mapping):
         raise CheckpointError(f"{found.path} lacks its model or its state.")
     found.weights = {name: ("model", name) for name in weights}
-    about = content.get("momentum") or {"kind": "average", "factor": 0.0}
-    kind: Any = about.get("kind") if isinstance(about, Mapping) else None
-    if kind not in get_args(Kind):
-        raise CheckpointError(
-            f"{found.path} says that its momentum is {about!r}; its kind is one of "
-            f"{', '.join(get_args(Kind))}, with a factor."
-        )
-    convention = Convention(kind=kind, factor=factor_in_range(about.get("factor"), "the factor"))
+    convention = _plain_convention(content.get("momentum"), found.path)
     for name, kept in states.items():
         strange = [s for s in kept if not str(s).startswith(_PLAIN_STATES)]
         if strange:
@@ -215,6 +208,19 @@ def _read_plain(content: Mapping[str, Any], found: Foreign) -> None:
         found.momenta[name] = convention
     step = content.get("step")
     found.step = None if step is None else _step(step, found.path)
+
+
+def _plain_convention(about: Any, path: Path) -> Convention:
+    if about is None:  # there should be no momenta
+        unsaid = f"{path} does not say how its momenta are kept (momentum: kind and factor)"
+        return Convention(kind="average", factor=None, unsaid=unsaid)
+    kind: Any = about.get("kind") if isinstance(about, Mapping) else None
+    if kind not in get_args(Kind):
+        raise CheckpointError(
+            f"{path} says that its momentum is {about!r}; its kind is one of "
+            f"{', '.join(get_args(Kind))}, with a factor."
+        )
+    return Convention(kind=kind, factor=factor_in_range(about.get("factor"), "the factor"))
 
 
 def _step(value: Any, path: Path) -> int:

@@ -16,6 +16,7 @@ from megatron_muon.checkpoint.export_command import add_name_flags, vocabulary
 from megatron_muon.checkpoint.foreign import read_foreign, read_names
 from megatron_muon.checkpoint.importing import plan_import
 from megatron_muon.checkpoint.reading import Checkpoint
+from megatron_muon.checkpoint.run_config import add_run_config_flag
 
 HELP = "turn a file of torch.save into a Megatron checkpoint"
 
@@ -51,12 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--partial", action="store_true", help="keep the weights of --like that the file lacks"
     )
     add_name_flags(parser)
+    add_run_config_flag(parser)
     add_writing_flags(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Import."""
-    like = Checkpoint(options.like, options.step)
+    like = Checkpoint(options.like, options.step, options.run_config)
     beta = options.heavy_ball
     if beta is not None and not 0.0 <= beta < 1.0:
         raise CheckpointError(f"--heavy-ball is {beta}; it must be in [0, 1).")

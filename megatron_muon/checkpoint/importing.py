@@ -28,7 +28,12 @@ from megatron_muon.checkpoint.outputs import (
     Zeros,
     copied,
 )
-from megatron_muon.checkpoint.parameters import StoredParameter, model_tensors, stored_parameters
+from megatron_muon.checkpoint.parameters import (
+    StoredParameter,
+    model_tensors,
+    require_names,
+    stored_parameters,
+)
 from megatron_muon.checkpoint.plain_names import Names, PlainTensor, plain_tensors
 from megatron_muon.checkpoint.reading import Checkpoint, require_known
 from megatron_muon.checkpoint.source_state import source_state
@@ -75,6 +80,7 @@ class _Import:
         self.like = like
         self.model = model_tensors(like)
         self.parameters = stored_parameters(self.model, like.common)
+        require_names(self.parameters, like.common)
         self.source = source_state(like, self.parameters)
         self.plain: dict[str, list[PlainTensor]] = {}
         self.by_matrix: dict[str, PlainTensor] = {}

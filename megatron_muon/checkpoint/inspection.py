@@ -8,11 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_muon.checkpoint.common_state import CommonState
 from megatron_muon.checkpoint.errors import CheckpointError
 from megatron_muon.checkpoint.index import TensorInfo
 from megatron_muon.checkpoint.manifest import MANIFEST_FILE, manifest_problems
 from megatron_muon.checkpoint.names import split_state_key, unknown_state
-from megatron_muon.checkpoint.reading import COMMON_FILE, Checkpoint, CommonState
+from megatron_muon.checkpoint.reading import COMMON_FILE, Checkpoint
 from megatron_muon.checkpoint.safe_pickle import Inert
 from megatron_muon.checkpoint.source_state import optimizer_of, param_groups
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from megatron_muon.checkpoint.common_state import CommonState
 from megatron_muon.checkpoint.errors import CheckpointError
 from megatron_muon.checkpoint.names import ADAM_STATES
-from megatron_muon.checkpoint.reading import CommonState
 from megatron_muon.checkpoint.source_state import GROUP_KEY, SourceState
 from megatron_muon.config import OPTIMIZERS
 

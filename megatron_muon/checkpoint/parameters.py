@@ -8,21 +8,33 @@ with and right factors are stored under.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_muon.checkpoint.common_state import CommonState
 from megatron_muon.checkpoint.index import TensorInfo
 from megatron_muon.checkpoint.names import split_state_key
-from megatron_muon.checkpoint.reading import Checkpoint, CommonState
-from megatron_muon.matrices import WHOLE, Family, Packing, ParameterFacts, packing_by_name
+from megatron_muon.checkpoint.reading import Checkpoint
+from megatron_muon.matrices import (
+    WHOLE,
+    Family,
+    Packing,
+    ParameterFacts,
+    RowPacking,
+    family_by_name,
+    packing_by_name,
+)
 
 _STACKED_LAYERS = re.compile(r"\.layers\.(?!\d)")
 _EXPERTS = ".experts.experts."
 _LINEAR = re.compile(r"(^|\.)(linear_\w+|\w+_proj)\.weight(\.\w+)?$")
 """Megatron's names of linear layers: linear_qkv, linear_fc1, eh_proj, in_proj, out_proj, …"""
+
+_UNKNOWN = Packing(rows=RowPacking.UNITS)
+"""Of a parameter that may or may not be packed."""
 
 _NO_STATE = ("optimizer.", "chained_", "rng_state", "rerun_state_machine", "common_state")
 
@@ -37,7 +49,7 @@ class StoredParameter:
         facts: What routing looks at; its name is that in the model.
         family: Which setting decides on its split.
         packing: How its rows are packed.
-        problem: Why its packing is unknown, empty when it is known.
+        problem: Why its packing is unknown, empty when it is known; the parts are then none.
     """
 
     key: str
@@ -130,23 +142,33 @@ def _is_embedding_or_output(key: str) -> bool:
 def _packing(key: str, shape: tuple[int, ...], common: CommonState) -> tuple[Family, Packing, str]:
     linear = key.rpartition(".weight")[0].rpartition(".")[2]
     if linear == "in_proj":
-        return "ssm", WHOLE, "the parts of in_proj are not known offline"
+        return "ssm", _UNKNOWN, "the parts of in_proj are not known offline"
     if len(shape) != 2:
         return "", WHOLE, ""
     try:
         known = packing_by_name(linear, _model_config(common), shape[0])
     except AttributeError as error:
-        return "", WHOLE, f"the checkpoint's arguments do not say {error.name}"
+        said = common.unsaid(str(error.name), "model")
+        return family_by_name(linear), _UNKNOWN, f"the checkpoint does not say {said}"
     family, packing = known or ("", WHOLE)
     return family, packing, packing.problem(shape[0], cut=1) or ""
 
 
 def _model_config(common: CommonState) -> Any:
-    """What ``core_transformer_config_from_args`` makes of the saved arguments, as far as needed."""
+    """What ``core_transformer_config_from_args`` makes of the saved arguments, as far as needed.
+
+    What they do not say is taken from ``run_config.yaml``, whose fields are the configuration's.
+    """
+    config = SimpleNamespace(**(common.run_config or {}))
+    heads = getattr(config, "num_attention_heads", None)
+    if heads:  # ``TransformerConfig.__post_init__``; a field that is null is not there
+        config.num_query_groups = getattr(config, "num_query_groups", heads)
+        if hasattr(config, "hidden_size"):
+            config.kv_channels = getattr(config, "kv_channels", config.hidden_size // heads)
     args = common.value.get("args")
     if args is None:
-        return SimpleNamespace()
-    config = SimpleNamespace(**vars(args))
+        return config
+    vars(config).update(vars(args))
     heads = getattr(args, "num_attention_heads", None)
     if heads is not None and not getattr(args, "group_query_attention", False):
         config.num_query_groups = heads
@@ -154,3 +176,13 @@ def _model_config(common: CommonState) -> Any:
         getattr(args, name, False) for name in ("swiglu", "quick_geglu", "gated_linear_unit")
     )
     return config
+
+
+def require_names(parameters: Mapping[str, Sequence[StoredParameter]], common: CommonState) -> None:
+    """Refuse names that would be guessed: those of experts depend on how their weights are kept.
+
+    Raises:
+        CheckpointError: Whether a linear layer holds all experts is not said.
+    """
+    if any(_EXPERTS in key for key in parameters):
+        common.required("moe_grouped_gemm", "model")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron_muon.checkpoint.common_state import CommonState
 from megatron_muon.checkpoint.errors import CheckpointError
 from megatron_muon.checkpoint.index import TensorInfo
 from megatron_muon.checkpoint.names import (
@@ -18,7 +19,7 @@ from megatron_muon.checkpoint.names import (
     unknown_state,
 )
 from megatron_muon.checkpoint.parameters import StoredParameter
-from megatron_muon.checkpoint.reading import Checkpoint, CommonState
+from megatron_muon.checkpoint.reading import Checkpoint
 
 Optimizer = Literal["adam", "muon", "dmuon", "orth_dion", "none", "unknown"]
 

@@ -28,6 +28,7 @@ from tests.distributed.offline import (
     digest,
     refused,
     train,
+    without_arguments,
 )
 from tests.distributed.test_checkpoint_saving import tensors_in
 from tests.distributed.test_pretrain import DMUON, ORTH_DION
@@ -146,6 +147,70 @@ def test_fp32_adam_without_masters_goes_on(
     assert different(there, tmp_path / "loaded", "") == []
     train(ranks, tmp_path / "loaded", tmp_path / "on", flags)
     assert len(different(tmp_path / "on", there, "decoder.", 1e-3)) > 3
+
+
+RUN_CONFIG = """\
+_target_: megatron.bridge.training.config.ConfigContainer
+ddp:
+  _target_: megatron.bridge.training.config.DistributedDataParallelConfig
+  use_distributed_optimizer: true
+model:
+  _target_: megatron.bridge.models.gpt_provider.GPTModelProvider
+  activation_func:
+    _call_: false
+    _target_: torch.nn.functional.silu
+  gated_linear_unit: true
+  hidden_size: 32
+  kv_channels: null
+  moe_grouped_gemm: false
+  num_attention_heads: 4
+  num_query_groups: 2
+  pipeline_model_parallel_size: 1
+  tensor_model_parallel_size: 1
+optimizer:
+  _target_: megatron.bridge.training.config.OptimizerConfig
+  lr: 0.01
+  optimizer: adam
+"""
+"""Lines of what Megatron-Bridge writes, for the model of these runs."""
+
+
+def test_without_arguments_fused_weights_are_told_by_run_config(
+    ranks: Ranks, saved: Saves, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is guessed: 8 right factors of uncut weights came out where there are 14."""
+    bare = without_arguments(saved(*ADAM), tmp_path / "bare")
+    command = ("convert", str(bare), str(tmp_path / "c"), "--to", "orth_dion", *RANK)
+    for flags, weight, field, whole in (
+        ((), "self_attention.linear_qkv", "num_attention_heads", "--muon-no-split-qkv"),
+        (
+            ("--muon-no-split-qkv",),
+            "mlp.linear_fc1",
+            "gated_linear_unit",
+            "--matrix-no-split-gate-up",
+        ),
+    ):
+        said = refused(capsys, *command, *flags)
+        assert f"decoder.layers.0.{weight}.weight cannot be cut into its matrices" in said
+        assert f"{field} (there are neither saved arguments nor a run_config.yaml)" in said
+        assert f"--run-config that has 'model: {{{field}: …}}'" in said and whole in said
+    folder = Checkpoint(bare).folder
+    (folder / "run_config.yaml").write_text(RUN_CONFIG)
+    (folder / "train_state.pt").write_bytes(b"not read")
+    (folder / "tokenizer").mkdir()
+    there = convert(bare, tmp_path / "c", "orth_dion", *RANK)
+    said = capsys.readouterr().out
+    assert "copied as they are" in said and "run_config.yaml, train_state.pt" in said
+    assert "not copied" in said and "tokenizer; copy" in said
+    assert (there.folder / "run_config.yaml").read_text() == RUN_CONFIG
+    assert main(["inspect", str(tmp_path / "c"), "--hashes"]) == 0
+    with_args = convert(saved(*ADAM), tmp_path / "with", "orth_dion", *RANK)
+    assert sum(".right_factor." in key for key in there.tensors) == 14
+    assert there.tensors.keys() == with_args.tensors.keys()
+    assert different(there, with_args, "") == []
+    convert(bare, tmp_path / "c", "orth_dion", *RANK, "--overwrite")
+    train(ranks, tmp_path / "c", tmp_path / "on", ORTH_DION, steps=STEPS)
+    assert different(there, tmp_path / "on", "") == []
 
 
 def test_right_factors_have_the_names_of_training(saved: Saves, tmp_path: Path) -> None:

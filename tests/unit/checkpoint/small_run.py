@@ -34,6 +34,7 @@ ARGS: Mapping[str, Any] = {
     "num_query_groups": GROUPS,
     "kv_channels": HIDDEN // HEADS,
     "swiglu": True,
+    "muon_momentum": 0.9,
 }
 ADAM = ("param", "exp_avg", "exp_avg_sq")
 """States of ``fully_reshardable`` Adam."""

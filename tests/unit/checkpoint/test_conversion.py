@@ -71,3 +71,25 @@ def test_masters_are_the_weights_of_a_target_without_masters(tmp_path: Path) -> 
         assert there.read(key).equal(source.read(f"optimizer.state.param.{key}"))
         assert not source.read(key).equal(there.read(key))
     assert not any("param." in key for key in there.tensors)
+
+
+def test_other_files_are_copied_or_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = save_run(tmp_path / "run")
+    source = Checkpoint(run).folder
+    for name in ("notes.txt", "train_state.pt", "integrity.json", "half.distcp"):
+        (source / name).write_text(name)
+    (source / "tokenizer").mkdir()
+    folder = convert(run, tmp_path / "new", "dmuon").folder
+    said = capsys.readouterr().out
+    assert f"copied as they are from {source}: notes.txt, train_state.pt\n" in said
+    assert f"not copied from {source}: tokenizer; copy them yourself" in said
+    assert (folder / "notes.txt").read_text() == "notes.txt"
+    assert not any((folder / name).exists() for name in ("integrity.json", "half.distcp"))
+    assert main(["inspect", str(folder), "--hashes"]) == 0
+    convert(run, tmp_path / "new", "dmuon", "--overwrite")
+    (folder / "more.txt").write_text("of somebody else")
+    command = ["convert", str(run), str(tmp_path / "new"), "--to", "dmuon", "--overwrite"]
+    assert main(command) == 2
+    assert "holds more.txt, which is of no checkpoint" in capsys.readouterr().err

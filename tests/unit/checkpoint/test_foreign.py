@@ -11,6 +11,7 @@ import torch
 
 from megatron_muon.checkpoint.errors import CheckpointError
 from megatron_muon.checkpoint.foreign import read_foreign, read_names
+from megatron_muon.checkpoint.momenta import Convention, conversion_factor
 from megatron_muon.checkpoint.torch_files import write_torch_file
 
 PLAIN: dict[str, Any] = {
@@ -54,6 +55,15 @@ def test_a_plain_file_is_checked(tmp_path: Path, change: dict[str, Any], said: s
     torch.save(PLAIN | change, tmp_path / "wrong.pt")
     with pytest.raises(CheckpointError, match=said):
         read_foreign(tmp_path / "wrong.pt")
+
+
+def test_how_momenta_are_kept_is_not_guessed(tmp_path: Path) -> None:
+    """Only where it matters."""
+    torch.save(PLAIN | {"momentum": None}, tmp_path / "file.pt")
+    kept = read_foreign(tmp_path / "file.pt").momenta["a"]
+    assert conversion_factor(kept, Convention(kind="average", factor=0.5)) == 1.0
+    with pytest.raises(CheckpointError, match="does not say how its momenta are kept"):
+        conversion_factor(kept, Convention(kind="sum", factor=0.5))
 
 
 @pytest.mark.parametrize(
