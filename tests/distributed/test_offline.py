@@ -209,8 +209,12 @@ def test_without_arguments_fused_weights_are_told_by_run_config(
     assert there.tensors.keys() == with_args.tensors.keys()
     assert different(there, with_args, "") == []
     convert(bare, tmp_path / "c", "orth_dion", *RANK, "--overwrite")
-    train(ranks, tmp_path / "c", tmp_path / "on", ORTH_DION, steps=STEPS)
-    assert different(there, tmp_path / "on", "") == []
+    train(ranks, tmp_path / "c", tmp_path / "loaded", ORTH_DION, steps=STEPS)
+    assert different(there, tmp_path / "loaded", "") == []
+    for name in ("c", "with"):
+        train(ranks, tmp_path / name, tmp_path / f"{name} on", ORTH_DION)
+    assert different(tmp_path / "c on", tmp_path / "with on", "") == []
+    assert len(different(there, tmp_path / "c on", "fp32_param of decoder", 1e-3)) > 8
 
 
 def test_right_factors_have_the_names_of_training(saved: Saves, tmp_path: Path) -> None:
