@@ -240,15 +240,16 @@ def _factors(
 def _settings(common: CommonState, source: SourceState) -> dict[str, Any]:
     """Numbers of the saved run that groups outside Megatron have, too."""
     adam: Mapping[str, Any] = next((g for g in source.groups if "betas" in g), {})
+    required = partial(common.required, section="optimizer")
+    betas = adam.get("betas") or (required("adam_beta1"), required("adam_beta2"))
     found = {
-        "lr": float(adam.get("max_lr") or adam.get("lr") or common.required("lr", "optimizer")),
-        "weight_decay": float(common.required("weight_decay", "optimizer")),
-        "betas": tuple(float(b) for b in adam.get("betas", (0.9, 0.999))),
-        "eps": float(adam.get("eps", 1e-8)),
+        "lr": float(adam.get("max_lr") or adam.get("lr") or required("lr")),
+        "weight_decay": float(required("weight_decay")),
+        "betas": tuple(map(float, betas)),
+        "eps": float(adam["eps"] if "eps" in adam else required("adam_eps")),
     }
     if source.optimizer == "orth_dion":
-        fraction = common.required("orth_dion_rank_fraction", "optimizer")
-        return found | {"nesterov": False, "rank_fraction": float(fraction)}
+        fraction = float(required("orth_dion_rank_fraction"))
+        return found | {"nesterov": False, "rank_fraction": fraction}
     is_muon = source.optimizer in ("muon", "dmuon")
-    nesterov = common.required("muon_nesterov", "optimizer") if is_muon else False
-    return found | {"nesterov": bool(nesterov)}
+    return found | {"nesterov": bool(is_muon and required("muon_nesterov"))}

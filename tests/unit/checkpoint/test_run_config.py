@@ -100,6 +100,7 @@ def test_names_of_experts_are_not_guessed(
 
 MUON_GROUP = {**ADAM_GROUP, "matrix_optimizer": "dmuon"}
 DION_GROUP = {**ADAM_GROUP, "matrix_optimizer": "orth_dion"}
+PLAIN_GROUP = {key: value for key, value in ADAM_GROUP.items() if key not in ("betas", "eps")}
 MATRICES = {
     key: ("fp32_param", "momentum_buffer") if "linear" in key else ("fp32_param", *ADAM[1:])
     for key in SHAPES
@@ -115,6 +116,7 @@ MATRICES = {
         (MUON_GROUP, ("export", "--format", "dion"), "muon_momentum"),
         (MUON_GROUP, ("export", "--format", "plain"), "muon_momentum"),
         (ADAM_GROUP, ("export", "--format", "torch-muon"), "weight_decay"),
+        (PLAIN_GROUP, ("export", "--format", "torch-muon"), "adam_beta1"),
     ],
 )
 def test_numbers_of_the_optimizer_are_not_guessed(
@@ -125,20 +127,22 @@ def test_numbers_of_the_optimizer_are_not_guessed(
     name: str,
 ) -> None:
     """A run that was given its settings by the API has them in no argument."""
-    is_adam = group is ADAM_GROUP
+    has_matrices = "matrix_optimizer" in group
     run = save_run(
         tmp_path / "run",
         args=None,
-        groups=(ADAM_GROUP, group),
-        states=ADAM if is_adam else MATRICES,
+        groups=(ADAM_GROUP, group) if has_matrices else (group,),
+        states=MATRICES if has_matrices else ADAM,
     )
     arguments = (command[0], run, tmp_path / "new.pt", *command[1:])
     said = refused(capsys, *arguments)
     assert f"does not say {name} (there are neither saved arguments nor a" in said
     assert f"'optimizer: {{{name}: …}}'" in said
-    text = FLAT.replace(
-        "muon_momentum", "orth_dion_momentum: 0.5, muon_nesterov: true, muon_momentum"
+    more = (
+        "orth_dion_momentum: 0.5, muon_nesterov: true, adam_beta1: 0.9, adam_beta2: 0.95, "
+        "adam_eps: 1.0e-8, muon_momentum"
     )
+    text = FLAT.replace("muon_momentum", more)
     (tmp_path / "c.yaml").write_text(text)
     assert main([str(part) for part in (*arguments, "--run-config", tmp_path / "c.yaml")]) == 0
 
