@@ -212,9 +212,9 @@ def test_without_arguments_fused_weights_are_told_by_run_config(
     train(ranks, tmp_path / "c", tmp_path / "loaded", ORTH_DION, steps=STEPS)
     assert different(there, tmp_path / "loaded", "") == []
     for name in ("c", "with"):
-        train(ranks, tmp_path / name, tmp_path / f"{name} on", ORTH_DION)
-    assert different(tmp_path / "c on", tmp_path / "with on", "") == []
-    assert len(different(there, tmp_path / "c on", "fp32_param of decoder", 1e-3)) > 8
+        train(ranks, tmp_path / name, tmp_path / f"{name}_on", ORTH_DION)
+    assert different(tmp_path / "c_on", tmp_path / "with_on", "") == []
+    assert len(different(there, tmp_path / "c_on", "fp32_param of decoder", 1e-3)) > 8
 
 
 def test_right_factors_have_the_names_of_training(saved: Saves, tmp_path: Path) -> None:
