@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +24,10 @@ from megatron_muon.matrices import (
     Packing,
     ParameterFacts,
     RowPacking,
+    adapter_parameters,
     family_by_name,
     packing_by_name,
+    unwrapped,
 )
 
 _STACKED_LAYERS = re.compile(r"\.layers\.(?!\d)")
@@ -88,7 +90,16 @@ def stored_parameters(
         tensors: The model part.
         common: Common state; its arguments say how rows are packed.
     """
-    return {key: tuple(_parameters(info, common)) for key, info in tensors.items()}
+    found = {key: tuple(_parameters(info, common)) for key, info in tensors.items()}
+    facts = [parameter.facts for stacked in found.values() for parameter in stacked]
+    adapters = adapter_parameters({fact.name: fact.shape for fact in facts})
+    return {
+        key: tuple(
+            replace(p, facts=replace(p.facts, is_adapter=True)) if p.name in adapters else p
+            for p in stacked
+        )
+        for key, stacked in found.items()
+    }
 
 
 def _parameters(info: TensorInfo, common: CommonState) -> Iterator[StoredParameter]:
@@ -96,14 +107,15 @@ def _parameters(info: TensorInfo, common: CommonState) -> Iterator[StoredParamet
     has_experts = _EXPERTS in info.key
     axes = has_layers + has_experts
     shape = info.shape[axes:]
-    is_linear = _LINEAR.search(info.key) is not None
-    family, packing, problem = _packing(info.key, shape, common) if is_linear else ("", WHOLE, "")
+    key = unwrapped(info.key)
+    is_linear = _LINEAR.search(key) is not None
+    family, packing, problem = _packing(key, shape, common) if is_linear else ("", WHOLE, "")
     for index in product(*(range(size) for size in info.shape[:axes])):
         yield StoredParameter(
             key=info.key,
             index=index,
             facts=ParameterFacts(
-                name=_name(info.key, index, has_layers, has_experts, common),
+                name=_name(key, index, has_layers, has_experts, common),
                 shape=shape,
                 is_linear_weight=is_linear,
                 is_embedding_or_output=_is_embedding_or_output(info.key),

@@ -10,7 +10,7 @@ import torch
 
 from megatron_muon.checkpoint.__main__ import main
 from megatron_muon.checkpoint.reading import Checkpoint
-from tests.unit.checkpoint.small_run import ADAM_GROUP, SHAPES, STEP, save_run
+from tests.unit.checkpoint.small_run import ADAM_GROUP, HIDDEN, LAYERS, SHAPES, STEP, save_run
 
 WITHOUT_STEP = {key: value for key, value in ADAM_GROUP.items() if key != "step"}
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -93,3 +93,23 @@ def test_other_files_are_copied_or_listed(
     command = ["convert", str(run), str(tmp_path / "new"), "--to", "dmuon", "--overwrite"]
     assert main(command) == 2
     assert "holds more.txt, which is of no checkpoint" in capsys.readouterr().err
+
+
+def test_adapters_are_adams_and_what_they_wrap_keeps_its_split(tmp_path: Path) -> None:
+    """As in training (``matrices.adapters``), at a rank that is no short side."""
+    qkv = "decoder.layers.self_attention.linear_qkv"
+    weights = {key.replace(qkv, f"{qkv}.to_wrap"): shape for key, shape in SHAPES.items()}
+    weights |= {
+        f"{qkv}.adapter.linear_in.weight": (LAYERS, HIDDEN, HIDDEN),
+        f"{qkv}.adapter.linear_out.weight": (LAYERS, 2 * HIDDEN, HIDDEN),
+    }
+    runs = save_run(tmp_path / "bare"), save_run(tmp_path / "adapted", weights=weights)
+    flags = ("--orth-dion-rank-fraction", "0.5")
+    bare, adapted = (convert(r, tmp_path / f"{r.name} to", "orth_dion", *flags) for r in runs)
+    here, there = ({k for k in c.tensors if ".right_factor." in k} for c in (bare, adapted))
+    assert here == there and any("[" in key for key in here)
+    assert f"optimizer.state.momentum_buffer.{qkv}.to_wrap.weight" in adapted.tensors
+    assert f"optimizer.state.exp_avg_sq.{qkv}.adapter.linear_out.weight" in adapted.tensors
+    rule = ("--matrix-rule", "*.adapter.linear_out.weight:optimizer=matrix")
+    ruled = convert(runs[1], tmp_path / "ruled", "dmuon", *rule)
+    assert f"optimizer.state.momentum_buffer.{qkv}.adapter.linear_out.weight" in ruled.tensors
