@@ -214,7 +214,7 @@ REPORTS: dict[str, tuple[str, ...]] = {
         _TOOL + "test_containers.py::test_state_is_found_in_every_container",
     ),
     "Megatron-Bridge#1514 M#6003 M#6004 checkpoints without arguments": (
-        _OFFLINE + "test_without_arguments_fused_weights_are_told_by_run_config",
+        _OFFLINE + "test_without_arguments_run_config_says_how_weights_are_fused",
     ),
     "Megatron-Bridge#4199 Megatron-Bridge#4657 a router's bias is lost in conversion": (
         _TOOL + "test_importing.py::test_weights_that_nobody_trains_are_not_left_out_silently",

@@ -87,7 +87,7 @@ def prefix_of_some(strange: str, foreign: Foreign, known: Collection[str]) -> st
             other = next((n for n in sorted(foreign.names) if not n.startswith(prefix)), None)
             if other is not None:
                 return (
-                    f"; the prefix '{prefix}' is removed where all names have it, and {other} has "
-                    "not"
+                    f"; the prefix '{prefix}' is removed where all names have it, and {other} does "
+                    "not have it"
                 )
     return ""

@@ -175,7 +175,7 @@ optimizer:
 """Lines of what Megatron-Bridge writes, for the model of these runs."""
 
 
-def test_without_arguments_fused_weights_are_told_by_run_config(
+def test_without_arguments_run_config_says_how_weights_are_fused(
     ranks: Ranks, saved: Saves, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is guessed: 8 right factors of uncut weights came out where there are 14."""

@@ -96,13 +96,13 @@ def test_names_of_a_wrapped_model_are_those_of_the_bare_one(
         capsys.readouterr()
         arguments = ("--like", run, "--names", names)
         assert tool("import", tmp_path / f"{file}.pt", tmp_path / file, *arguments) == 0
-        told = capsys.readouterr().out
-        assert told.count("names in the file are those of a wrapped model") == (file == "wrapped")
-        assert (said in told) == (file == "wrapped")
+        output = capsys.readouterr().out
+        assert output.count("names in the file are those of a wrapped model") == (file == "wrapped")
+        assert (said in output) == (file == "wrapped")
         assert tool("verify", run, tmp_path / file) == 0
 
 
-def test_a_prefix_that_some_names_have_is_told(
+def test_a_prefix_that_only_some_names_have_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = save_run(tmp_path / "run")
@@ -112,7 +112,7 @@ def test_a_prefix_that_some_names_have_is_told(
     torch.save(mixed, tmp_path / "mixed.pt")
     capsys.readouterr()
     assert tool("import", tmp_path / "mixed.pt", tmp_path / "new", "--like", run) == 2
-    hint = f"the prefix 'module.' is removed where all names have it, and {name} has not"
+    hint = f"the prefix 'module.' is removed where all names have it, and {name} does not"
     assert hint in capsys.readouterr().err
     torch.save(
         {f"module.{n}": t for n, t in weights.items()} | {"module.x": weights[name]},

@@ -66,7 +66,7 @@ def test_right_factors_are_those_of_a_run_with_arguments(
 
 @pytest.mark.parametrize("flag", ["--muon-no-split-qkv", "--matrix-no-split-gate-up"])
 def test_a_flag_may_say_that_nothing_is_cut(tmp_path: Path, flag: str) -> None:
-    """The other family is told, and cut."""
+    """The other family is described, and split."""
     bare = save_run(tmp_path / "bare", args=None)
     fields = {"--muon-no-split-qkv": "gated_linear_unit: true"}
     other = f"num_attention_heads: {HEADS}, num_query_groups: {GROUPS}, hidden_size: {HIDDEN}"
