@@ -1,4 +1,4 @@
-"""Packaging of megatron-muon: torch and numpy are enough to import it, the rest are extras."""
+"""Packaging of megatron-muon: torch and numpy are enough to import it; most else is an extra."""
 
 from pathlib import Path
 

@@ -56,7 +56,7 @@ class CommonState:
         where = f"there are neither saved arguments nor a {RUN_CONFIG_FILE}"
         if self.value.get("args") is not None:
             where = "it is not among the saved arguments"
-        elif self.run_config:
+        elif self.run_config is not None:
             where = f"it is not in {RUN_CONFIG_FILE}"
         return (
             f"{name} ({where}): name a file with --run-config that has '{section}: {{{name}: …}}'"
