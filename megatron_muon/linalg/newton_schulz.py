@@ -45,9 +45,10 @@ Segments = tuple[Schedule, ...]
 """A schedule, cut where A is computed anew."""
 
 # Rounding of A in directions where X has next to nothing grows by a² with each step that carries A
-# on. Up to this growth the result is as near to the exact one as that of the standard form for
-# random matrices, and within twice its distance for spectra that decay fast.
+# on. Up to this growth the error stays within the bound that ``newton_schulz`` states; in fp16 more
+# than 100 lets singular values grow beyond what the next steps were made for (quintic).
 _LARGEST_GROWTH: Final = 300.0
+_LARGEST_GROWTH_FP16: Final = 100.0
 
 
 @torch.no_grad()
@@ -66,10 +67,13 @@ def newton_schulz(
     with an inf or nan gives nan throughout, and touches no other matrix. Nothing is read back to
     the host.
 
-    Relative error (Frobenius) against the polynomial on the singular values, measured on normal
-    random matrices of 1×64 to 384×384: 1e-13 in float64, 3e-5 in float32, 5e-3 in float16, 7e-2 in
-    bfloat16. The CANS set is ill-conditioned for matrices of rank one (1e-10 in float64, 5e-3 in
-    float32) and diverges in bfloat16.
+    Relative error (Frobenius) against the polynomial p on the singular values, for any matrix: at
+    most 8 u S, with u the unit roundoff (6e-8 in float32) and S the largest slope of p on [0, 1],
+    listed in ``linalg.coefficients``. The worst are matrices of rank one: where x has nothing,
+    rounding is enlarged as a small singular value is. In 16 bits 8 u S is above 1 for most sets:
+    directions weaker than u come out as noise of full strength. Normal random matrices with sides
+    of 32 and more are much nearer: 1e-12 in float64, 1e-4 in float32; errors of all sets, forms and
+    dtypes are listed in docs/newton-schulz-errors.md.
 
     Args:
         x: (B, m, n) or (m, n), any floating dtype, any strides. Not modified.
@@ -172,12 +176,12 @@ def cheapest_segments(
     """Returns the schedule in the form with the fewest operations for an m×n matrix.
 
     The choice follows from counts alone, so a run that is started again computes the same bits. In
-    bf16 it is always the standard form: carrying A on with 8 bits triples the error.
+    bf16 it is always the standard form: with 8 bits carrying A on can diverge (deepseekv4).
     """
     standard = standard_segments(schedule)
     if compute_dtype == torch.bfloat16:
         return standard
-    candidates = (standard, carried_segments(schedule))
+    candidates = (standard, carried_segments(schedule, compute_dtype))
     return min(candidates, key=lambda segments: newton_schulz_flops(m, n, segments, device))
 
 
@@ -186,13 +190,14 @@ def standard_segments(schedule: Schedule) -> Segments:
     return tuple((step,) for step in schedule)
 
 
-def carried_segments(schedule: Schedule) -> Segments:
+def carried_segments(schedule: Schedule, compute_dtype: torch.dtype = torch.float32) -> Segments:
     """Returns the longest segments whose rounding stays within the bound of this module."""
+    largest = _LARGEST_GROWTH_FP16 if compute_dtype == torch.float16 else _LARGEST_GROWTH
     found: list[Schedule] = []
     current: list[tuple[float, float, float]] = []
     growth = 1.0
     for step in schedule:
-        if current and growth * current[-1][0] ** 2 > _LARGEST_GROWTH:
+        if current and growth * current[-1][0] ** 2 > largest:
             found.append(tuple(current))
             current, growth = [], 1.0
         elif current:

@@ -19,8 +19,7 @@ from megatron_muon.placement.schemes import FactorChoice, factor_scheme
 
 MIN_WAVE_ELEMENTS = 1 << 22
 """``Method.min_wave_elements``: a wave has up to five messages, of a fraction of its matrices'
-elements, and the QRs of a wave are batched (one wave in place of four of 2^20 elements: a tenth of
-a step less on 4 gloo ranks)."""
+elements, and the QRs of a wave are batched."""
 
 
 @dataclass(frozen=True, kw_only=True)
