@@ -34,7 +34,8 @@ class CommonState:
 
     def argument(self, name: str, default: Any = None) -> Any:
         """One of the arguments of the run that saved, else what its ``run_config.yaml`` says."""
-        return getattr(self.value.get("args"), name, (self.run_config or {}).get(name, default))
+        found = getattr(self.value.get("args"), name, None)
+        return (self.run_config or {}).get(name, default) if found is None else found
 
     def required(self, name: str, section: str) -> Any:
         """The same, where nothing must be guessed.

@@ -345,8 +345,11 @@ class _Conversion:
         return float(self.checkpoint.common.required("muon_momentum", "optimizer"))
 
     def _notes(self) -> Iterator[str]:
-        if self.has_masters and any(m.info.key in self.model for m in self.masters.values()):
-            yield "this run saved no fp32 masters: those of the result are its fp32 weights"
+        lacking = [name for name, m in self.masters.items() if m.info.key in self.model]
+        if self.has_masters and lacking:
+            some = len(lacking) < len(self.masters)
+            of = f" of {len(lacking)} parameters ({lacking[0]}, …)" if some else ""
+            yield f"this run saved no fp32 masters{of}: those of the result are its fp32 weights"
         if not self.has_masters:
             yield "load it without --use-distributed-optimizer: megatron-core's muon is fp32 so"
         if self.settings.to == "adam" and not self.checkpoint.common.argument(

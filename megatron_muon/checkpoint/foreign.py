@@ -52,7 +52,7 @@ class Foreign:
         weights: Where each weight is, by name.
         states: Where each state is, by name and by our name of the state.
         momenta: How the momentum of a name is kept.
-        step: Steps that Adam has made, None where the file does not say.
+        steps: Numbers of steps that Adam has made, empty where the file does not say.
         unread: Entries that are not used.
     """
 
@@ -60,7 +60,7 @@ class Foreign:
     weights: dict[str, Steps] = field(default_factory=dict)
     states: dict[str, dict[str, Steps]] = field(default_factory=dict)
     momenta: dict[str, Convention] = field(default_factory=dict)
-    step: int | None = None
+    steps: set[int] = field(default_factory=set)
     unread: list[str] = field(default_factory=list)
 
     @property
@@ -207,7 +207,7 @@ def _read_plain(content: Mapping[str, Any], found: Foreign) -> None:
         found.states[name] = {state: ("state", name, state) for state in kept}
         found.momenta[name] = convention
     step = content.get("step")
-    found.step = None if step is None else _step(step, found.path)
+    found.steps = set() if step is None else {_step(step, found.path)}
 
 
 def _plain_convention(about: Any, path: Path) -> Convention:
@@ -282,7 +282,7 @@ def _put(
         found.momenta[name] = convention
     step = values.get("step", group.get("step"))
     if step is not None and ADAM_STATES[0] in states:
-        found.step = max(found.step or 0, _step(step, found.path))
+        found.steps.add(_step(step, found.path))
 
 
 def _named(
@@ -324,7 +324,7 @@ def _translated(
     if fields == {"momentum_buffer"}:
         if heavy_ball is not None:
             return {MOMENTUM: where["momentum_buffer"]}, Convention(kind="sum", factor=heavy_ball)
-        beta = _factor(group, ("momentum",), name)
+        beta = _factor(group, "momentum", name)
         is_sgd = "dampening" in group
         if is_sgd and group["dampening"]:
             raise CheckpointError(
@@ -335,11 +335,11 @@ def _translated(
         kind: Kind = "sum" if is_sgd else "average"
         return {MOMENTUM: where["momentum_buffer"]}, Convention(kind=kind, factor=beta)
     if fields == {"momentum", "Q"}:
-        mu = _factor(group, ("mu",), name)
+        mu = _factor(group, "mu", name)
         found = {MOMENTUM: where["momentum"], RIGHT_FACTOR: where["Q"]}
         return found, Convention(kind="dion", factor=mu)
     if fields == {"momentum"}:
-        mu = _factor(group, ("mu",), name)
+        mu = _factor(group, "mu", name)
         return {MOMENTUM: where["momentum"]}, Convention(kind="sum", factor=mu)
     if not fields:
         return {}, None
@@ -350,13 +350,14 @@ def _translated(
     )
 
 
-def _factor(group: Mapping[str, Any], keys: Sequence[str], name: str) -> float:
-    for key in keys:
-        value = group.get(key)
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            value = float(value)
-        if isinstance(value, int | float) and 0.0 <= float(value) < 1.0:
-            return float(value)
+def _factor(group: Mapping[str, Any], key: str, name: str) -> float:
+    value = group.get(key)
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = float(value)
+    if isinstance(value, int | float) and 0.0 <= float(value) < 1.0:
+        return float(value)
+    found = "" if value is None else f", which is {value!r}"
+    more = "; type --heavy-ball BETA if it is a sum of gradients" if key == "momentum" else ""
     raise CheckpointError(
-        f"the group of {name} does not say its momentum's factor in [0, 1) as {' or '.join(keys)}."
+        f"the group of {name} does not say its momentum's factor in [0, 1) as {key}{found}{more}."
     )

@@ -105,7 +105,7 @@ class _Import:
             raise CheckpointError(
                 f"{self.foreign.path} has {strange[0]}{more}, which {self.like.folder} has not; "
                 f"its names look like {example} (--names megatron or hf)"
-                f"{prefix_of_some(strange[0], self.foreign, known)}."
+                f"{prefix_of_some(strange, self.foreign, known)}."
             )
         # Those without state as well: a router's correction bias is a weight of the model.
         lacking = [name for name in known if name not in self.foreign.weights]
@@ -297,9 +297,9 @@ class _Import:
         """The common state of ``like``, with the steps that the file says; 0 for an Adam anew."""
         require_known(self.like.common.loaded, "the common state of --like")
         value = dict(self.like.common.value)
-        step = 0 if self.fresh_adam else self.foreign.step
-        if step is not None:
-            value["optimizer"] = _with_step(value.get("optimizer"), step)
+        steps = {0} if self.fresh_adam else self.foreign.steps
+        if steps:
+            value["optimizer"] = _with_step(value.get("optimizer"), max(steps))
         return value
 
     def _notes(self) -> Iterator[str]:
@@ -323,6 +323,8 @@ class _Import:
                 f"Adam starts anew on {len(self.fresh_adam)} parameters, so its step count starts "
                 "at 0"
             )
+        elif any(state == ADAM_STATES[0] for _, state in self.taken):
+            yield from self._notes_on_steps()
         if self.factors - {1.0}:
             factors = ", ".join(f"{factor:g}" for factor in sorted(self.factors))
             yield f"momenta are kept in another way in the file: they are multiplied by {factors}"
@@ -341,6 +343,17 @@ class _Import:
         if self.left:
             yield f"{len(self.left)} tensors are not in the file and are those of --like:"
             yield from (f"  {entry}" for entry in self.left)
+
+    def _notes_on_steps(self) -> Iterator[str]:
+        """Megatron counts the steps of Adam once for all parameters."""
+        steps = self.foreign.steps
+        if not steps:
+            yield "the file does not say how many steps Adam has made: the count is that of --like"
+        elif len(steps) > 1:
+            yield (
+                f"Adam has made between {min(steps)} and {max(steps)} steps on the parameters of "
+                f"the file: the count is {max(steps)} for all"
+            )
 
 
 def _with_step(state: object, step: int) -> object:

@@ -157,13 +157,22 @@ def _packing(key: str, shape: tuple[int, ...], common: CommonState) -> tuple[Fam
         return "ssm", _UNKNOWN, "the parts of in_proj are not known offline"
     if len(shape) != 2:
         return "", WHOLE, ""
+    config = _model_config(common)
     try:
-        known = packing_by_name(linear, _model_config(common), shape[0])
+        known = packing_by_name(linear, config, shape[0])
     except AttributeError as error:
         said = common.unsaid(str(error.name), "model")
         return family_by_name(linear), _UNKNOWN, f"the checkpoint does not say {said}"
     family, packing = known or ("", WHOLE)
-    return family, packing, packing.problem(shape[0], cut=1) or ""
+    problem = packing.problem(shape[0], cut=1)
+    if linear == "linear_qkv" and not problem:
+        groups = config.num_query_groups
+        if shape[0] != groups * packing.rows_per_unit:
+            problem = (
+                f"{shape[0]} rows are not {groups} query groups (num_query_groups) of "
+                f"{packing.rows_per_unit} rows"
+            )
+    return family, packing, problem or ""
 
 
 def _model_config(common: CommonState) -> Any:
@@ -180,7 +189,7 @@ def _model_config(common: CommonState) -> Any:
     args = common.value.get("args")
     if args is None:
         return config
-    vars(config).update(vars(args))
+    vars(config).update({name: value for name, value in vars(args).items() if value is not None})
     heads = getattr(args, "num_attention_heads", None)
     if heads is not None and not getattr(args, "group_query_attention", False):
         config.num_query_groups = heads

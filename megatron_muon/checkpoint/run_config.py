@@ -8,13 +8,27 @@ section ``transformer`` of its own; ``optimizer`` and ``ddp`` those of ``Optimiz
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from megatron_muon.checkpoint.errors import CheckpointError
 
 RUN_CONFIG_FILE = "run_config.yaml"
+
+_KINDS: Final = {
+    "true or false": (
+        *("attention_output_gate", "gated_linear_unit", "moe_grouped_gemm", "muon_nesterov"),
+        "use_distributed_optimizer",
+    ),
+    "a positive whole number": (
+        *("hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "q_lora_rank"),
+        *("kv_lora_rank", "qk_head_dim", "v_head_dim"),
+    ),
+    "a number": ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
+}
+"""What the fields must be that are used here; YAML takes 'no' and 1e-8 for text."""
 
 
 def add_run_config_flag(parser: argparse.ArgumentParser) -> None:
@@ -55,10 +69,27 @@ def read_run_config(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is no {RUN_CONFIG_FILE}: it has no section 'model'.")
     # What several sections say (bf16, …) is the same in all; the model's own word comes last.
     sections = (content.get("ddp"), content.get("optimizer"), model, model.get("transformer"))
-    return {
+    found = {
         str(name): value
         for section in sections
         if isinstance(section, Mapping)
         for name, value in section.items()
         if value is not None and not isinstance(value, Mapping)
     }
+    wrong = [
+        f"{name} is {found[name]!r} and must be {kind}"
+        for kind, names in _KINDS.items()
+        for name in names
+        if name in found and not _is(found[name], kind)
+    ]
+    if wrong:
+        raise CheckpointError(f"{path}: {'; '.join(wrong)}.")
+    return found
+
+
+def _is(value: Any, kind: str) -> bool:
+    if kind == "true or false" or isinstance(value, bool):
+        return kind == "true or false" and isinstance(value, bool)
+    if kind == "a number":
+        return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int) and value > 0

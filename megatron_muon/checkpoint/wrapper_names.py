@@ -72,18 +72,19 @@ def _removed(new_names: Mapping[str, str]) -> Iterable[str]:
             yield ".".join(prefix)
 
 
-def prefix_of_some(strange: str, foreign: Foreign, known: Collection[str]) -> str:
-    """Why a name's prefix was not removed, as a part of a sentence; empty if it has none.
+def prefix_of_some(strange: Iterable[str], foreign: Foreign, known: Collection[str]) -> str:
+    """Why a prefix of names was not removed, as a part of a sentence; empty if they have none.
 
     Args:
-        strange: A name that the model does not have.
+        strange: Names that the model does not have.
         foreign: What the file holds.
         known: All names that the model has.
     """
-    pieces = strange.split(".")
-    for length in range(1, len(pieces)):
-        prefix = ".".join(pieces[:length]) + "."
-        if strange.removeprefix(prefix) in known:
+    for dotted in strange:
+        pieces = dotted.split(".")
+        length = next((i for i in range(1, len(pieces)) if ".".join(pieces[i:]) in known), 0)
+        if length:
+            prefix = ".".join(pieces[:length]) + "."
             other = next((n for n in sorted(foreign.names) if not n.startswith(prefix)), None)
             if other is not None:
                 return (

@@ -96,7 +96,7 @@ def _assert_is(found: Foreign, trained: Trained, *, weights: bool = True) -> Non
         assert found.states[name].keys() == states.keys()
         for state, value in states.items():
             assert value.any() and found.tensor(found.states[name][state]).equal(value)
-    assert found.step == 2
+    assert found.steps == {2}
     kept = found.momenta[MATRIX]
     assert (kept.kind, kept.factor) == ("average", 0.9)
 
@@ -170,6 +170,11 @@ def _average(content: dict[str, Any], trained: Trained) -> None:
     content["ema"] = trained.weights
 
 
+def _without_options(content: dict[str, Any], trained: Trained) -> None:
+    flat = trained.of_torch(flat=True)
+    content["optimizer"] = {key: flat[key] for key in flat if key.startswith("state.")}
+
+
 def _twice(content: dict[str, Any], trained: Trained) -> None:
     content["state_dict"] = trained.weights
 
@@ -190,6 +195,7 @@ def _shampoo(content: dict[str, Any], trained: Trained) -> None:
         (_masters, r"the tensor optimizer\.fp32_from_fp16_params\[0\]\[0\], which is part of no"),
         (_partitions, r"the tensor optimizer\.single_partition_of_fp32_groups\[0\], which"),
         (_average, r"the tensor ema\.layer\.weight, which is part of no weights"),
+        (_without_options, r"of layer\.weight does not say .* as momentum; type --heavy-ball BETA"),
         (_twice, r"weights as model and as state_dict"),
         (_odd_field, r"state of layer\.weight has the fields momentum_buffer, scale, which"),
         (_shampoo, r"state of layer\.weight\.factors has the fields 0, which"),

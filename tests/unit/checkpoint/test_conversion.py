@@ -73,6 +73,18 @@ def test_masters_are_the_weights_of_a_target_without_masters(tmp_path: Path) -> 
     assert not any("param." in key for key in there.tensors)
 
 
+@pytest.mark.parametrize("some", [False, True])
+def test_parameters_without_masters_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], some: bool
+) -> None:
+    """megatron-core's optimizer of 16-bit weights keeps no masters of those that are fp32."""
+    lacking = SHAPES if not some else ["decoder.final_layernorm.weight"]
+    states = {key: MOMENTS if key in lacking else ("param", *MOMENTS) for key in SHAPES}
+    convert(save_run(tmp_path / "run", states=states), tmp_path / "new", "dmuon")
+    of = " of 1 parameters (decoder.final_layernorm.weight, …)" if some else ""
+    assert f"saved no fp32 masters{of}: those of the result are its" in capsys.readouterr().out
+
+
 def test_other_files_are_copied_or_listed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

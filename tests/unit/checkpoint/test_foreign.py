@@ -51,7 +51,7 @@ def _state(value: object) -> dict[str, Any]:
 def test_a_plain_file_is_checked(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     torch.save(PLAIN, tmp_path / "right.pt")
     found = read_foreign(tmp_path / "right.pt")
-    assert found.names == {"a"} and found.step == 3
+    assert found.names == {"a"} and found.steps == {3}
     torch.save(PLAIN | change, tmp_path / "wrong.pt")
     with pytest.raises(CheckpointError, match=said):
         read_foreign(tmp_path / "wrong.pt")

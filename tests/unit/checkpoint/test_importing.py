@@ -12,7 +12,7 @@ import torch
 
 from megatron_muon.checkpoint.__main__ import main
 from megatron_muon.checkpoint.reading import Checkpoint
-from tests.unit.checkpoint.small_run import ADAM, HIDDEN, LAYERS, SHAPES, save_run
+from tests.unit.checkpoint.small_run import ADAM, HIDDEN, LAYERS, SHAPES, STEP, save_run
 
 ROUTER, BIAS = "decoder.layers.mlp.router.weight", "decoder.layers.mlp.router.expert_bias"
 
@@ -114,6 +114,10 @@ def test_a_prefix_that_only_some_names_have_is_named(
     assert tool("import", tmp_path / "mixed.pt", tmp_path / "new", "--like", run) == 2
     hint = f"the prefix 'module.' is removed where all names have it, and {name} does not"
     assert hint in capsys.readouterr().err
+    torch.save(mixed | {"a.b": weights[name]}, tmp_path / "strange.pt")
+    assert tool("import", tmp_path / "strange.pt", tmp_path / "new", "--like", run) == 2
+    said = capsys.readouterr().err
+    assert "has a.b and" in said and "the prefix 'module.' is removed" in said
     torch.save(
         {f"module.{n}": t for n, t in weights.items()} | {"module.x": weights[name]},
         tmp_path / "more.pt",
@@ -141,3 +145,35 @@ def test_masters_of_a_file_are_the_weights_of_a_run_without_masters(tmp_path: Pa
     stacked = new.read(name.replace(".1.", "."))
     assert stacked[1].equal(content["state"][name]["fp32_param"])
     assert new.common.value["optimizer"]["state"]["common_step"].equal(torch.tensor(7.0))
+
+
+@pytest.mark.parametrize(
+    ("steps", "count", "said"),
+    [
+        ((3, 3), 3, ""),
+        ((None, None), STEP, "the file does not say how many steps Adam has made: the count is"),
+        ((3, 8), 8, "Adam has made between 3 and 8 steps on the parameters of the file: the count"),
+    ],
+)
+def test_different_or_missing_step_counts_of_adam_are_reported(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    steps: tuple[int | None, int | None],
+    count: int,
+    said: str,
+) -> None:
+    run = save_run(tmp_path / "run")
+    content = exported(run, tmp_path / "whole.pt")
+    states = {
+        name: {"step": steps[i > 0], **{k: v for k, v in kept.items() if k != "fp32_param"}}
+        for i, (name, kept) in enumerate(content["state"].items())
+    }
+    groups = [{"params": list(states)}]
+    whole = {"model": content["model"], "optimizer": {"state": states, "param_groups": groups}}
+    torch.save(whole, tmp_path / "file.pt")
+    capsys.readouterr()
+    assert tool("import", tmp_path / "file.pt", tmp_path / "new", "--like", run) == 0
+    output = capsys.readouterr().out
+    assert said in output and ("steps " in output) == bool(said)
+    groups = Checkpoint(tmp_path / "new").common.value["optimizer"]["optimizer"]["param_groups"]
+    assert [group["step"] for group in groups] == [count]

@@ -15,6 +15,7 @@ from megatron_muon.checkpoint.run_config import read_run_config
 from tests.unit.checkpoint.small_run import (
     ADAM,
     ADAM_GROUP,
+    ARGS,
     FFN,
     GROUPS,
     HEADS,
@@ -166,6 +167,16 @@ def test_the_momentum_that_is_named_is_used(tmp_path: Path) -> None:
         ("- model", "has no section 'model'"),
         ("optimizer: {lr: 1}", "has no section 'model'"),
         ("", "has no section 'model'"),
+        ("model: {gated_linear_unit: 'no'}", "gated_linear_unit is 'no' and must be true or false"),
+        (
+            "model: {num_query_groups: true}",
+            "num_query_groups is True and must be a positive whole",
+        ),
+        (
+            "model: {kv_channels: 0, hidden_size: [1]}",
+            "hidden_size is .1. .*; kv_channels is 0 and",
+        ),
+        ("{model: {}, optimizer: {adam_eps: 1e-8}}", "adam_eps is '1e-8' and must be a number"),
     ],
 )
 def test_what_is_no_run_config_is_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -174,3 +185,28 @@ def test_what_is_no_run_config_is_refused(tmp_path: Path, text: str, said: str) 
         read_run_config(tmp_path / "run_config.yaml")
     with pytest.raises(CheckpointError, match="No such file"):
         read_run_config(tmp_path / "none.yaml")
+
+
+def test_query_groups_of_another_model_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their rows divide those of the weight, and would cut it in wrong places."""
+    bare = save_run(tmp_path / "bare", args=None)
+    other = "num_attention_heads: 6, num_query_groups: 1, kv_channels: 8, gated_linear_unit: true"
+    (tmp_path / "c.yaml").write_text(f"model: {{{other}}}")
+    more = ("--to", "orth_dion", "--run-config", tmp_path / "c.yaml", *FRACTION)
+    said = refused(capsys, "convert", bare, tmp_path / "c", *more)
+    assert "128 rows are not 1 query groups (num_query_groups) of 64 rows" in said
+
+
+def test_an_argument_that_is_none_is_said_by_run_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = save_run(tmp_path / "run", args={**ARGS, "kv_channels": None, "muon_momentum": None})
+    convert = ("convert", run, tmp_path / "c", "--to")
+    assert "does not say muon_momentum (it is not among" in refused(capsys, *convert, "muon")
+    assert "does not say kv_channels" in refused(capsys, *convert, "orth_dion", *FRACTION)
+    (tmp_path / "c.yaml").write_text(FLAT)
+    for to in (("muon",), ("orth_dion", *FRACTION, "--overwrite")):
+        command = (*convert, *to, "--run-config", tmp_path / "c.yaml")
+        assert main([str(part) for part in command]) == 0
