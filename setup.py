@@ -1,4 +1,4 @@
-"""Packaging of megatron-muon: torch and numpy are enough to import it, the rest are extras."""
+"""Packaging of megatron-muon: torch and numpy are enough to import it; most else is an extra."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ setup(
     python_requires=">=3.12",
     packages=find_packages(include=["megatron_muon", "megatron_muon.*"]),
     package_data={"megatron_muon": ["py.typed"]},
-    install_requires=["torch>=2.6", "numpy>=1.26"],
+    install_requires=["torch>=2.6", "numpy>=1.26", "pyyaml>=6"],
     extras_require={
         # megatron-core imports psutil (dist_checkpointing.save) and einops (groups of several
         # optimizer instances) without declaring them.

@@ -184,14 +184,14 @@ def error_table() -> list[ErrorRow]:
             continue
         steps = 4 if name == "aol" else len(found.steps) if len(found.steps) > 1 else STEPS
         schedule = coefficient_schedule(name, steps)
-        standard, carried = standard_segments(schedule), carried_segments(schedule)
+        standard, half = standard_segments(schedule), torch.float16
         for form, dtype, segments in (
             ("fp32, standard", torch.float32, standard),
-            ("fp32, Gram", torch.float32, carried),
-            ("fp16, Gram", torch.float16, carried),
+            ("fp32, Gram", torch.float32, carried_segments(schedule)),
+            ("fp16, Gram", half, carried_segments(schedule, half)),
             ("bf16, standard", torch.bfloat16, standard),
         ):
-            if dtype == torch.bfloat16 and not found.stable_in_bf16:
+            if dtype.itemsize == 2 and not found.stable_in_16_bits:
                 continue
             pairs = [
                 (newton_schulz(x, schedule, compute_dtype=dtype, segments=segments), x)

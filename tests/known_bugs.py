@@ -17,6 +17,8 @@ _CASES = "tests/distributed/test_checkpoint_cases.py::"
 _ANY = "tests/distributed/test_any_layout.py::"
 _LAYOUTS = "tests/distributed/test_layouts.py::"
 _EQUAL = "tests/distributed/test_training_equality.py::"
+_OFFLINE = "tests/distributed/test_offline.py::"
+_TOOL = "tests/unit/checkpoint/"
 _ADAPTERS = "tests/distributed/test_adapters.py::"
 _ALONE = "tests/distributed/test_rule_alone.py::"
 _MODEL = "tests/unit/integration/test_model_parameters.py::"
@@ -207,6 +209,19 @@ REPORTS: dict[str, tuple[str, ...]] = {
     ),
     "M#174 Megatron-Bridge#3949 stale masters after a load of weights alone": (
         _ELSEWHERE + "test_masters_follow_weights_that_were_loaded_alone",
+    ),
+    "pytorch#192225 pytorch#192224 optimizer state in a form that a reader does not know": (
+        _TOOL + "test_containers.py::test_state_is_found_in_every_container",
+    ),
+    "Megatron-Bridge#1514 M#6003 M#6004 checkpoints without arguments": (
+        _OFFLINE + "test_without_arguments_run_config_says_how_weights_are_fused",
+    ),
+    "Megatron-Bridge#4199 Megatron-Bridge#4657 a router's bias is lost in conversion": (
+        _TOOL + "test_importing.py::test_weights_that_nobody_trains_are_not_left_out_silently",
+    ),
+    "M#2016 SkyRL#1403 step counts after migration": (
+        _OFFLINE + "test_adam_that_starts_anew_counts_anew",
+        _TOOL + "test_conversion.py::test_the_step_count_of_torchs_adam_is_found",
     ),
     "Moonlight#27 Newton-Schulz on the local shard": (
         _EQUAL + "TestAWrongVariantFails::test_blockwise_per_tp_shard",

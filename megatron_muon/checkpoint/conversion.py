@@ -44,13 +44,18 @@ from megatron_muon.checkpoint.param_groups import (
     optimizer_state,
     steps_of,
 )
-from megatron_muon.checkpoint.parameters import StoredParameter, model_tensors, stored_parameters
+from megatron_muon.checkpoint.parameters import (
+    StoredParameter,
+    model_tensors,
+    require_names,
+    stored_parameters,
+)
 from megatron_muon.checkpoint.reading import Checkpoint, require_known
 from megatron_muon.checkpoint.right_factors import factor_tensors
 from megatron_muon.checkpoint.settings import ConvertSettings, saved_flags
 from megatron_muon.checkpoint.source_state import Location, SourceState, source_state
 from megatron_muon.checkpoint.target_routes import target_routes
-from megatron_muon.config import OPTIMIZERS, MatrixConfig
+from megatron_muon.config import OPTIMIZERS
 
 
 def plan_conversion(checkpoint: Checkpoint, settings: ConvertSettings) -> Output:
@@ -82,6 +87,7 @@ class _Conversion:
         self.model = model_tensors(checkpoint)
         # Model tensors without state (position buffers, frozen weights) are parameters to nobody.
         self.parameters = stored_parameters(self.model, checkpoint.common)
+        require_names(self.parameters, checkpoint.common)
         self.source: SourceState = source_state(checkpoint, self.parameters)
         self.masters = self._masters()
         self.target: Convention = (
@@ -95,26 +101,39 @@ class _Conversion:
         )
         trained = [parameter for _, found in self._trained() for parameter in found]
         self.is_matrix = target_routes(trained, settings)
+        self.has_masters = self._has_masters()
         self.zeros: list[str] = []
         self.fresh_adam: list[str] = []
 
     def _masters(self) -> dict[str, Location]:
-        """Master weights by parameter name; fp32 training of megatron-core's muon has none."""
+        """Master weights by parameter name.
+
+        Without ``--use-distributed-optimizer`` megatron-core saves none of fp32 weights, which are
+        masters themselves.
+        """
         found = {}
-        for name, states in self.source.states.items():
-            if MASTER in states:
-                found[name] = states[MASTER]
-        if self.source.optimizer != "muon":
-            return found
         for key, parameters in self.parameters.items():
             for parameter in parameters:
                 states = self.source.states[parameter.name]
-                if states and parameter.name not in found:
+                if MASTER in states:
+                    found[parameter.name] = states[MASTER]
+                elif states:
+                    info = self.model[key]
+                    if info.dtype != torch.float32:
+                        raise CheckpointError(
+                            f"this run saved no fp32 masters (there is none of {parameter.name}), "
+                            f"and its weights are {info.dtype}: save it with masters, for example "
+                            "of a run with --use-distributed-optimizer and "
+                            "--dist-ckpt-optim-fully-reshardable."
+                        )
                     offset, shape = parameter.box()
-                    found[parameter.name] = Location(
-                        info=self.model[key], offset=offset, shape=shape
-                    )
+                    found[parameter.name] = Location(info=info, offset=offset, shape=shape)
         return found
+
+    def _has_masters(self) -> bool:
+        """Whether the target stores masters: megatron-core's muon does not of fp32 weights."""
+        trained = [self.model[key].dtype for key, _ in self._trained()]
+        return self.settings.to != "muon" or any(dtype != torch.float32 for dtype in trained)
 
     def _trained(self) -> Iterator[tuple[str, tuple[StoredParameter, ...]]]:
         """Keys whose parameters have state, and these parameters."""
@@ -132,9 +151,15 @@ class _Conversion:
 
     def output(self) -> Output:
         """The plan of everything."""
-        tensors = [copied(info, key, "weight, copied") for key, info in self.model.items()]
+        tensors: list[OutTensor] = []
         for key, found in self._trained():
             tensors += self._state_tensors(key, found)
+        stored = {tensor.key for tensor in tensors}  # weights that are masters, too
+        tensors += [
+            copied(info, key, "weight, copied")
+            for key, info in self.model.items()
+            if key not in stored
+        ]
         if self.settings.to == "orth_dion":
             for _, found in self._trained():
                 for parameter in found:
@@ -175,6 +200,8 @@ class _Conversion:
                 )
 
     def _key(self, state: str, name: str, *, is_matrix: bool) -> str:
+        if not self.has_masters:
+            return name if state == MASTER else state_key(state, name)
         if self.settings.to == "muon":
             # megatron-core chains an optimizer of matrices and Adam.
             return f"chained_{0 if is_matrix else 1}.{state_key(state, name)}"
@@ -224,6 +251,8 @@ class _Conversion:
         master = self.masters[name]
         is_weight = master.info.key in self.model
         words = "master from the weight, there is no other" if is_weight else "master, copied"
+        if not self.has_masters:
+            words = "weight, copied" if is_weight else "weight, from the master"
         plans = {MASTER: _StatePlan(location=master, factor=1.0, rule=words)}
         states = self.source.states[name]
         if self.is_matrix[name]:
@@ -291,18 +320,42 @@ class _Conversion:
             TargetGroups(
                 optimizer=self.settings.to,
                 has_matrices=any(self.is_matrix.values()),
-                step=0 if self.fresh_adam else steps_of(self.source.groups),
-                momentum=float(common.argument("muon_momentum", MatrixConfig.momentum)),
+                step=0 if self.fresh_adam else steps_of(self.source),
+                momentum=self._upstream_momentum() if self.settings.to == "muon" else 0.0,
+                has_masters=self.has_masters,
+                step_in_state=self.source.step_in_state,
             ),
             self.source.grad_scaler,
         )
-        args = arguments(common, self.settings.to, saved_flags(self.settings))
+        args = arguments(
+            common, self.settings.to, saved_flags(self.settings), has_masters=self.has_masters
+        )
         if args is not None:
             value["args"] = args
-        value["content_metadata"] = content_metadata(common, self.settings.to)
+        value["content_metadata"] = content_metadata(
+            common, self.settings.to, has_masters=self.has_masters
+        )
         return value
 
+    def _upstream_momentum(self) -> float:
+        """β of megatron-core's muon, whose groups have it: that of the source, if it has one."""
+        is_muon = self.source.optimizer in ("muon", "dmuon") and self.settings.heavy_ball is None
+        if is_muon:
+            return self.matrix_source.known
+        return float(self.checkpoint.common.required("muon_momentum", "optimizer"))
+
     def _notes(self) -> Iterator[str]:
+        lacking = [name for name, m in self.masters.items() if m.info.key in self.model]
+        if self.has_masters and lacking:
+            some = len(lacking) < len(self.masters)
+            of = f" of {len(lacking)} parameters ({lacking[0]}, …)" if some else ""
+            yield f"this run saved no fp32 masters{of}: those of the result are its fp32 weights"
+        if not self.has_masters:
+            yield "load it without --use-distributed-optimizer: megatron-core's muon is fp32 so"
+        if self.settings.to == "adam" and not self.checkpoint.common.argument(
+            "use_distributed_optimizer", True
+        ):
+            yield "load it with --use-distributed-optimizer, which the run that saved had not"
         if self.zeros:
             yield f"{len(self.zeros)} states start at zero:"
             yield from (f"  {entry}" for entry in self.zeros)

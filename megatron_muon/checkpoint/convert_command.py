@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from megatron_muon.checkpoint.conversion import plan_conversion
 from megatron_muon.checkpoint.errors import CheckpointError
+from megatron_muon.checkpoint.other_files import notes_on_others
 from megatron_muon.checkpoint.outputs import Output
 from megatron_muon.checkpoint.progress import ProgressReport
 from megatron_muon.checkpoint.reading import TRACKER, Checkpoint, last_step
+from megatron_muon.checkpoint.run_config import add_run_config_flag
 from megatron_muon.checkpoint.settings import (
     TARGETS,
     ConvertSettings,
@@ -57,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Orth-Dion's V: the momentum's leading right singular subspace (default), or the "
         "seeded start of training",
     )
+    add_run_config_flag(parser)
     add_writing_flags(parser)
     add_matrix_flags(parser)
 
@@ -84,7 +88,7 @@ def add_writing_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Convert."""
-    checkpoint = Checkpoint(options.source, options.step)
+    checkpoint = Checkpoint(options.source, options.step, options.run_config)
     require_meaning(options, optimizer_of(checkpoint))
     settings = ConvertSettings(
         to=options.to,
@@ -105,6 +109,7 @@ def write_output(output: Output, options: argparse.Namespace, source: Checkpoint
         options: Its ``target`` and the flags of ``add_writing_flags``.
         source: The checkpoint that it is made from.
     """
+    output = replace(output, notes=(*output.notes, *notes_on_others(source.folder)))
     if options.dry_run:
         for tensor in output.tensors:
             shape = "x".join(str(size) for size in tensor.shape) or "scalar"
@@ -140,8 +145,7 @@ def write_output(output: Output, options: argparse.Namespace, source: Checkpoint
             f"load with --ckpt-step {step}" if is_found else f"to load this one write {step} there"
         )
         print(f"{root / TRACKER} was left as it is, at {last}; {how}")
-    print(*left_behind(folder), *output.notes, sep="\n")
-    print(f"written to {folder}")
+    print(*left_behind(folder), *output.notes, f"written to {folder}", sep="\n")
     return 0
 
 

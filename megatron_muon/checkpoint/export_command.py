@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_muon.checkpoint.common_state import CommonState
 from megatron_muon.checkpoint.errors import CheckpointError
 from megatron_muon.checkpoint.export_layouts import FORMATS, Exported, convention_of, laid_out
 from megatron_muon.checkpoint.index import TensorInfo
@@ -18,10 +19,11 @@ from megatron_muon.checkpoint.momenta import Convention, conversion_factor, matr
 from megatron_muon.checkpoint.names import MASTER, MOMENTUM, RIGHT_FACTOR
 from megatron_muon.checkpoint.outputs import Box
 from megatron_muon.checkpoint.param_groups import steps_of
-from megatron_muon.checkpoint.parameters import model_tensors, stored_parameters
+from megatron_muon.checkpoint.parameters import model_tensors, require_names, stored_parameters
 from megatron_muon.checkpoint.plain_names import Names, PlainTensor, plain_tensors
 from megatron_muon.checkpoint.progress import ProgressReport
-from megatron_muon.checkpoint.reading import Checkpoint, CommonState
+from megatron_muon.checkpoint.reading import Checkpoint
+from megatron_muon.checkpoint.run_config import add_run_config_flag
 from megatron_muon.checkpoint.source_state import Location, SourceState, source_state
 from megatron_muon.checkpoint.torch_files import ToWrite, tensors_in, write_torch_file
 
@@ -41,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "AdamW; dion: state dict of microsoft/dion",
     )
     add_name_flags(parser)
+    add_run_config_flag(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace what is there")
     parser.add_argument(
         "--dry-run", action="store_true", help="write nothing, print every tensor and its source"
@@ -81,7 +84,7 @@ def vocabulary(options: argparse.Namespace) -> int | None:
 
 def run(options: argparse.Namespace) -> int:
     """Export."""
-    checkpoint = Checkpoint(options.source, options.step)
+    checkpoint = Checkpoint(options.source, options.step, options.run_config)
     if checkpoint.folder.resolve() in options.target.resolve().parents:
         raise CheckpointError(f"{options.target} is inside the source; name another file.")
     content, notes = plan_export(
@@ -137,6 +140,7 @@ def plan_export(
     """
     model = model_tensors(checkpoint)
     parameters = stored_parameters(model, checkpoint.common)
+    require_names(parameters, checkpoint.common)
     source = source_state(checkpoint, parameters, may_lack=True)
     saved = matrix_convention(source.optimizer, checkpoint.common, source.groups, None)
     kept = convention_of(layout, saved)
@@ -155,18 +159,18 @@ def plan_export(
         states[plain.name] |= _factors(checkpoint, own, plain)
     exported = Exported(
         iteration=int(checkpoint.common.value.get("iteration", 0)),
-        step=steps_of(source.groups),
+        step=steps_of(source),
         names=names,
         optimizer=source.optimizer,
         momentum=kept,
-        settings=_settings(checkpoint.common, source),
+        settings={} if layout == "plain" else _settings(checkpoint.common, source),
         weights=weights,
         states=states,
     )
     notes = []
-    if kept != saved:
+    if kept != saved and any(MOMENTUM in state for state in states.values()):
         notes.append(
-            f"momenta are kept as {kept.kind} of factor {kept.factor:g} there, and were "
+            f"momenta are kept as {kept.kind} of factor {kept.known:g} there, and were "
             f"{saved.kind}: they are multiplied"
         )
     if layout != "plain":
@@ -236,11 +240,16 @@ def _factors(
 def _settings(common: CommonState, source: SourceState) -> dict[str, Any]:
     """Numbers of the saved run that groups outside Megatron have, too."""
     adam: Mapping[str, Any] = next((g for g in source.groups if "betas" in g), {})
-    return {
-        "lr": float(adam.get("max_lr") or adam.get("lr") or common.argument("lr") or 1e-3),
-        "weight_decay": float(common.argument("weight_decay") or 0.0),
-        "betas": tuple(float(b) for b in adam.get("betas", (0.9, 0.999))),
-        "eps": float(adam.get("eps", 1e-8)),
-        "nesterov": bool(common.argument("muon_nesterov", False)),
-        "rank_fraction": float(common.argument("orth_dion_rank_fraction") or 1.0),
+    required = partial(common.required, section="optimizer")
+    betas = adam.get("betas") or (required("adam_beta1"), required("adam_beta2"))
+    found = {
+        "lr": float(adam.get("max_lr") or adam.get("lr") or required("lr")),
+        "weight_decay": float(required("weight_decay")),
+        "betas": tuple(map(float, betas)),
+        "eps": float(adam["eps"] if "eps" in adam else required("adam_eps")),
     }
+    if source.optimizer == "orth_dion":
+        fraction = float(required("orth_dion_rank_fraction"))
+        return found | {"nesterov": False, "rank_fraction": fraction}
+    is_muon = source.optimizer in ("muon", "dmuon")
+    return found | {"nesterov": bool(is_muon and required("muon_nesterov"))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,9 +48,9 @@ class Exported:
 def convention_of(layout: str, saved: Convention) -> Convention:
     """How a layout keeps momenta, of a checkpoint that keeps them as ``saved``."""
     if layout == "torch-muon":
-        return Convention(kind="average", factor=saved.factor)
+        return replace(saved, kind="average")
     if layout == "dion" and saved.kind == "average":
-        return Convention(kind="sum", factor=saved.factor)
+        return replace(saved, kind="sum")
     return saved
 
 
@@ -65,13 +65,16 @@ def laid_out(layout: str, exported: Exported) -> dict[str, Any]:
         CheckpointError: A state has no place in this layout.
     """
     if layout == "plain":
+        momentum = exported.momentum
+        has_momenta = any(MOMENTUM in kept for kept in exported.states.values())
+        about = {"kind": momentum.kind, "factor": momentum.known} if has_momenta else None
         return {
             "format": PLAIN_FORMAT,
             "iteration": exported.iteration,
             "step": exported.step,
             "names": exported.names,
             "optimizer": exported.optimizer,
-            "momentum": {"kind": exported.momentum.kind, "factor": exported.momentum.factor},
+            "momentum": about,
             "model": dict(exported.weights),
             "state": {name: dict(kept) for name, kept in exported.states.items() if kept},
         }
@@ -100,7 +103,7 @@ def _of_torch(exported: Exported) -> dict[str, Any]:
     muon_group = {
         "lr": numbers["lr"],
         "weight_decay": numbers["weight_decay"],
-        "momentum": exported.momentum.factor,
+        "momentum": exported.momentum.known if matrices else 0.0,
         "nesterov": numbers["nesterov"],
         "ns_coefficients": (3.4445, -4.775, 2.0315),
         "eps": 1e-7,
@@ -157,7 +160,7 @@ def _of_dion(exported: Exported) -> dict[str, Any]:
         "step": exported.step,
         "lr": numbers["lr"],
         "weight_decay": numbers["weight_decay"],
-        "mu": exported.momentum.factor,
+        "mu": exported.momentum.known,
         "beta1": beta1,
         "beta2": beta2,
         "epsilon": numbers["eps"],

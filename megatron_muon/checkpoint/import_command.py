@@ -16,6 +16,7 @@ from megatron_muon.checkpoint.export_command import add_name_flags, vocabulary
 from megatron_muon.checkpoint.foreign import read_foreign, read_names
 from megatron_muon.checkpoint.importing import plan_import
 from megatron_muon.checkpoint.reading import Checkpoint
+from megatron_muon.checkpoint.run_config import add_run_config_flag
 
 HELP = "turn a file of torch.save into a Megatron checkpoint"
 
@@ -35,8 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--param-names",
         type=Path,
+        action="append",
+        default=[],
         metavar="FILE",
-        help="names of parameters, one to a line, for a state dict that numbers them",
+        help="names of parameters, one to a line, for a state dict that numbers them; once for "
+        "each such optimizer of the file, in its order",
     )
     parser.add_argument(
         "--heavy-ball",
@@ -48,16 +52,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--partial", action="store_true", help="keep the weights of --like that the file lacks"
     )
     add_name_flags(parser)
+    add_run_config_flag(parser)
     add_writing_flags(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Import."""
-    like = Checkpoint(options.like, options.step)
+    like = Checkpoint(options.like, options.step, options.run_config)
     beta = options.heavy_ball
     if beta is not None and not 0.0 <= beta < 1.0:
         raise CheckpointError(f"--heavy-ball is {beta}; it must be in [0, 1).")
-    names = None if options.param_names is None else read_names(options.param_names)
+    names = [read_names(file) for file in options.param_names]
     foreign = read_foreign(options.file, names=names, heavy_ball=beta)
     version = options.megatron_version
     output = plan_import(

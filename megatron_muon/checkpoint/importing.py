@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from megatron_muon.checkpoint.errors import CheckpointError
+from megatron_muon.checkpoint.file_values import FactorFromFile, FromFile
 from megatron_muon.checkpoint.foreign import Foreign
 from megatron_muon.checkpoint.index import TensorInfo
 from megatron_muon.checkpoint.momenta import Convention, conversion_factor, matrix_convention
@@ -29,76 +28,20 @@ from megatron_muon.checkpoint.outputs import (
     Zeros,
     copied,
 )
-from megatron_muon.checkpoint.parameters import StoredParameter, model_tensors, stored_parameters
+from megatron_muon.checkpoint.parameters import (
+    StoredParameter,
+    model_tensors,
+    require_names,
+    stored_parameters,
+)
 from megatron_muon.checkpoint.plain_names import Names, PlainTensor, plain_tensors
 from megatron_muon.checkpoint.reading import Checkpoint, require_known
 from megatron_muon.checkpoint.source_state import source_state
-from megatron_muon.checkpoint.torch_files import Steps, at, read_torch_file
+from megatron_muon.checkpoint.torch_files import Steps
+from megatron_muon.checkpoint.wrapper_names import prefix_of_some, without_wrappers
 
-
-@dataclass(frozen=True, kw_only=True)
-class FromFile:
-    """A whole parameter (or its state) from the plain tensors of a file; can be pickled.
-
-    Attributes:
-        path: The file.
-        parts: Every plain tensor of the parameter, with the keys that lead to its values.
-        factor: Number that all are multiplied by.
-    """
-
-    path: Path
-    parts: tuple[tuple[PlainTensor, Steps], ...]
-    factor: float = 1.0
-
-    def tensor(
-        self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """The elements; rows that no plain tensor has (padding) are zero."""
-        parameter = self.parts[0][0].parameter
-        whole = torch.zeros(parameter.facts.shape, dtype=dtype)
-        for plain, steps in self.parts:
-            values = at(read_torch_file(self.path), steps)
-            if self.factor != 1.0:
-                exact = torch.promote_types(values.dtype, torch.float32)
-                values = values.to(exact) * self.factor
-            _require_range(values, dtype, f"{plain.name} of {self.path}")
-            if whole.dim():
-                plain.put(whole, values.to(dtype))
-            else:
-                whole.copy_(values)
-        return whole.reshape(shape)
-
-
-def _require_range(values: torch.Tensor, dtype: torch.dtype, what: str) -> None:
-    """Refuse finite values that are inf in a narrower element type."""
-    both = dtype.is_floating_point and values.dtype.is_floating_point
-    if not both or not values.numel():
-        return
-    largest = torch.finfo(dtype).max
-    if torch.finfo(values.dtype).max > largest:
-        finite = values.abs().nan_to_num(nan=0.0, posinf=0.0)
-        if float(finite.max()) > largest:
-            raise CheckpointError(f"{what} has {float(finite.max()):g}, which is inf as {dtype}.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FactorFromFile:
-    """A right factor of a file.
-
-    Attributes:
-        path: The file.
-        steps: Keys that lead to it.
-    """
-
-    path: Path
-    steps: Steps
-
-    def tensor(
-        self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """The factor."""
-        values: torch.Tensor = at(read_torch_file(self.path), self.steps)
-        return values.to(dtype).reshape(shape).contiguous()
+_SHOWN = 10
+"""Most entries that are listed on one line."""
 
 
 def plan_import(
@@ -134,39 +77,38 @@ class _Import:
         rows: int | None,
         is_partial: bool,
     ) -> None:
-        self.foreign, self.like = foreign, like
+        self.like = like
         self.model = model_tensors(like)
         self.parameters = stored_parameters(self.model, like.common)
+        require_names(self.parameters, like.common)
         self.source = source_state(like, self.parameters)
         self.plain: dict[str, list[PlainTensor]] = {}
         self.by_matrix: dict[str, PlainTensor] = {}
         for plain in plain_tensors(self.parameters, names, rows):
             self.plain.setdefault(plain.parameter.name, []).append(plain)
             self.by_matrix[plain.matrix] = plain
+        known = {plain.name: plain for found in self.plain.values() for plain in found}
+        self.foreign, self.removed = without_wrappers(foreign, known)
         self.kept = matrix_convention(self.source.optimizer, like.common, self.source.groups, None)
-        self._require_names(is_partial)
+        self._require_names(known, is_partial)
         self.zeros: list[str] = []
         self.left: list[str] = []
         self.taken: set[tuple[str, str]] = set()
         self.factors: set[float] = set()
         self.fresh_adam: set[str] = set()
 
-    def _require_names(self, is_partial: bool) -> None:
-        known = {plain.name: plain for found in self.plain.values() for plain in found}
+    def _require_names(self, known: Mapping[str, PlainTensor], is_partial: bool) -> None:
         strange = sorted(self.foreign.names - known.keys())
         if strange:
             example = next((n for n in known if "proj" in n or "linear" in n), min(known))
             more = f" and {len(strange) - 1} more" if len(strange) > 1 else ""
             raise CheckpointError(
                 f"{self.foreign.path} has {strange[0]}{more}, which {self.like.folder} has not; "
-                f"its names look like {example} (--names megatron or hf)."
+                f"its names look like {example} (--names megatron or hf)"
+                f"{prefix_of_some(strange, self.foreign, known)}."
             )
-        trained = {name for name, states in self.source.states.items() if states}
-        lacking = [
-            plain.name
-            for plain in known.values()
-            if plain.parameter.name in trained and plain.name not in self.foreign.weights
-        ]
+        # Those without state as well: a router's correction bias is a weight of the model.
+        lacking = [name for name in known if name not in self.foreign.weights]
         if self.foreign.weights and lacking and not is_partial:
             more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
             raise CheckpointError(
@@ -266,6 +208,11 @@ class _Import:
         """Where a parameter's weight or state comes from; None to keep that of ``like``."""
         plain = self.plain[parameter.name]
         if not state:
+            # Without masters of its own ``like`` has fp32 weights, where those of the file belong.
+            states = self.source.states[parameter.name]
+            masters = {p.name: self.foreign.states.get(p.name, {}).get(MASTER) for p in plain}
+            if states and MASTER not in states and None not in masters.values():
+                return self._from(plain, masters)
             return self._from(plain, {p.name: self.foreign.weights.get(p.name) for p in plain})
         found = {p.name: self.foreign.states.get(p.name, {}).get(state) for p in plain}
         if state == MASTER and None in found.values():
@@ -350,13 +297,21 @@ class _Import:
         """The common state of ``like``, with the steps that the file says; 0 for an Adam anew."""
         require_known(self.like.common.loaded, "the common state of --like")
         value = dict(self.like.common.value)
-        step = 0 if self.fresh_adam else self.foreign.step
-        if step is not None:
-            value["optimizer"] = _with_step(value.get("optimizer"), step)
+        steps = {0} if self.fresh_adam else self.foreign.steps
+        if steps:
+            value["optimizer"] = _with_step(value.get("optimizer"), max(steps))
         return value
 
     def _notes(self) -> Iterator[str]:
         yield f"iteration, schedule and arguments are those of {self.like.folder}"
+        if self.removed:
+            yield f"names in the file are those of a wrapped model: {self.removed} was removed"
+        if self.foreign.unread:
+            shown = ", ".join(self.foreign.unread[:_SHOWN])
+            more = len(self.foreign.unread) - _SHOWN
+            yield f"entries of the file that are not used: {shown}" + (
+                f" and {more} more" if more > 0 else ""
+            )
         if self.zeros:
             yield (
                 f"{len(self.zeros)} states are not in the file (Adam's: not both) and start at "
@@ -368,6 +323,8 @@ class _Import:
                 f"Adam starts anew on {len(self.fresh_adam)} parameters, so its step count starts "
                 "at 0"
             )
+        elif any(state == ADAM_STATES[0] for _, state in self.taken):
+            yield from self._notes_on_steps()
         if self.factors - {1.0}:
             factors = ", ".join(f"{factor:g}" for factor in sorted(self.factors))
             yield f"momenta are kept in another way in the file: they are multiplied by {factors}"
@@ -387,14 +344,32 @@ class _Import:
             yield f"{len(self.left)} tensors are not in the file and are those of --like:"
             yield from (f"  {entry}" for entry in self.left)
 
+    def _notes_on_steps(self) -> Iterator[str]:
+        """Megatron counts the steps of Adam once for all parameters."""
+        steps = self.foreign.steps
+        if not steps:
+            yield "the file does not say how many steps Adam has made: the count is that of --like"
+        elif len(steps) > 1:
+            yield (
+                f"Adam has made between {min(steps)} and {max(steps)} steps on the parameters of "
+                f"the file: the count is {max(steps)} for all"
+            )
+
 
 def _with_step(state: object, step: int) -> object:
     """A copy in which every parameter group has made so many steps."""
     if isinstance(state, dict):
         return {
-            key: step if key == "step" and isinstance(value, int) else _with_step(value, step)
+            key: _like_step(value, step)
+            if key in ("step", "common_step")
+            else _with_step(value, step)
             for key, value in state.items()
         }
     if isinstance(state, list):
         return [_with_step(value, step) for value in state]
     return state
+
+
+def _like_step(value: object, step: int) -> object:
+    """A step count in the form of another one: torch's Adam keeps a tensor."""
+    return torch.full_like(value, step) if isinstance(value, torch.Tensor) else step

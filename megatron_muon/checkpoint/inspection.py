@@ -8,11 +8,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_muon.checkpoint.common_state import CommonState
 from megatron_muon.checkpoint.errors import CheckpointError
 from megatron_muon.checkpoint.index import TensorInfo
 from megatron_muon.checkpoint.manifest import MANIFEST_FILE, manifest_problems
-from megatron_muon.checkpoint.names import split_state_key
-from megatron_muon.checkpoint.reading import COMMON_FILE, Checkpoint, CommonState
+from megatron_muon.checkpoint.names import split_state_key, unknown_state
+from megatron_muon.checkpoint.reading import COMMON_FILE, Checkpoint
 from megatron_muon.checkpoint.safe_pickle import Inert
 from megatron_muon.checkpoint.source_state import optimizer_of, param_groups
 
@@ -130,7 +131,8 @@ def _summary(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 def _part_of(key: str) -> str:
     if ".gbuf_idx_" in key:
         return f"state {key.rpartition('.')[2]} (buckets)"
-    return "weights"
+    unknown = unknown_state(key)
+    return "weights" if unknown is None else f"state {unknown} (not known)"
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:

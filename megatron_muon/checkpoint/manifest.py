@@ -38,21 +38,29 @@ def manifest(output: Output, digests: Mapping[str, str], source: Path | None) ->
     }
 
 
-def manifest_problems(folder: Path) -> Iterable[str]:
-    """A sentence for every file that is not as the manifest says; none without a manifest.
+def listed_files(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file that the manifest lists, by name; none without a manifest.
 
     Raises:
         CheckpointError: The manifest is damaged.
     """
     path = folder / MANIFEST_FILE
     if not path.exists():
-        return
+        return {}
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
-        expected = {str(name): str(entry["sha256"]) for name, entry in files.items()}
+        return {str(name): str(entry["sha256"]) for name, entry in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from error
-    for name, digest in expected.items():
+
+
+def manifest_problems(folder: Path) -> Iterable[str]:
+    """A sentence for every file that is not as the manifest says; none without a manifest.
+
+    Raises:
+        CheckpointError: The manifest is damaged.
+    """
+    for name, digest in listed_files(folder).items():
         if not (folder / name).is_file():
             yield f"{name} is missing"
             continue

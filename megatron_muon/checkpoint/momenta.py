@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron_muon.checkpoint.common_state import CommonState
 from megatron_muon.checkpoint.errors import CheckpointError
-from megatron_muon.checkpoint.reading import CommonState
 
 Kind = Literal["average", "sum", "dion"]
 
@@ -27,29 +27,42 @@ class Convention:
 
     Attributes:
         kind: ``average``, ``sum`` or ``dion``.
-        factor: β or μ.
+        factor: β or μ, None where the checkpoint does not say it.
+        unsaid: What to say then, the beginning of a sentence.
     """
 
     kind: Kind
-    factor: float
+    factor: float | None
+    unsaid: str = ""
+
+    @property
+    def known(self) -> float:
+        """The factor, where it is needed.
+
+        Raises:
+            CheckpointError: It is not known.
+        """
+        if self.factor is None:
+            raise CheckpointError(f"{self.unsaid}.")
+        return self.factor
 
 
 def conversion_factor(source: Convention, target: Convention) -> float | None:
     """Factor on a momentum; None where the source keeps nothing of what was captured (μ = 0)."""
     if source.kind == target.kind == "average" or source == target:
         return 1.0
-    if source.kind == "dion":
-        if target.kind == "dion":
-            return 1.0
-        if source.factor == 0.0:
-            return None
+    if source.kind == target.kind == "dion":
+        return 1.0
+    kept = source.known
+    if source.kind == "dion" and kept == 0.0:
+        return None
     as_sum = {
-        "average": 1.0 / (1.0 - source.factor),
+        "average": 1.0 / (1.0 - kept),
         "sum": 1.0,
-        "dion": 1.0 / source.factor if source.factor else 0.0,
+        "dion": 1.0 / kept if kept else 0.0,
     }[source.kind]
     # Of the sum: an average takes its own source's factor, so that it is the source's average.
-    factor = source.factor if target.kind == "average" else target.factor
+    factor = kept if target.kind == "average" else target.known
     return as_sum * {"average": 1.0 - factor, "sum": 1.0, "dion": factor}[target.kind]
 
 
@@ -60,7 +73,9 @@ def adam_convention(groups: Iterable[Mapping[str, Any]]) -> Convention:
             betas = group["betas"]
             first = betas[0] if isinstance(betas, list | tuple) and betas else betas
             return Convention(kind="average", factor=factor_in_range(first, "Adam's first beta"))
-    return Convention(kind="average", factor=0.9)
+    return Convention(
+        kind="average", factor=None, unsaid="no parameter group of Adam says its betas"
+    )
 
 
 def matrix_convention(
@@ -82,14 +97,16 @@ def matrix_convention(
     """
     if heavy_ball is not None:
         return Convention(kind="sum", factor=factor_in_range(heavy_ball, "--heavy-ball"))
-    if optimizer == "orth_dion":
-        saved = common.argument("orth_dion_momentum", 0.95)
-        return Convention(kind="dion", factor=factor_in_range(saved, "orth_dion_momentum"))
+    kind: Kind = "dion" if optimizer == "orth_dion" else "average"
     for group in groups:
-        if "momentum" in group:
-            return Convention(kind="average", factor=factor_in_range(group["momentum"], "momentum"))
-    saved = common.argument("muon_momentum", 0.95)
-    return Convention(kind="average", factor=factor_in_range(saved, "muon_momentum"))
+        if kind == "average" and "momentum" in group:
+            return Convention(kind=kind, factor=factor_in_range(group["momentum"], "momentum"))
+    name = "orth_dion_momentum" if kind == "dion" else "muon_momentum"
+    saved = common.argument(name)
+    if saved is None:
+        unsaid = f"the checkpoint does not say {common.unsaid(name, 'optimizer')}"
+        return Convention(kind=kind, factor=None, unsaid=unsaid)
+    return Convention(kind=kind, factor=factor_in_range(saved, name))
 
 
 def factor_in_range(value: Any, name: str) -> float:

@@ -31,6 +31,7 @@ _READ = "|".join((*STATES, MASTER_OF_ADAM))
 _KEY = re.compile(
     rf"(?:chained_(?P<chained>\d+)\.)?optimizer\.state\.(?P<state>{_READ})\.(?P<name>.+)"
 )
+_ANY_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:state\.)?(?P<state>[^.]+)\..+")
 
 
 def state_key(state: str, name: str) -> str:
@@ -42,3 +43,9 @@ def split_state_key(key: str) -> tuple[str, str] | None:
     """(state, name) of a key, also with megatron-core's ``chained_<i>.``; None for another key."""
     match = _KEY.fullmatch(key)
     return (match["state"], match["name"]) if match else None
+
+
+def unknown_state(key: str) -> str | None:
+    """Name of the state that a key is of, where it is none of ``STATES``; None for other keys."""
+    match = _ANY_STATE.fullmatch(key)
+    return match["state"] if match and split_state_key(key) is None else None

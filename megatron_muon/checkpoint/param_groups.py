@@ -7,9 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from megatron_muon.checkpoint.common_state import CommonState
 from megatron_muon.checkpoint.errors import CheckpointError
-from megatron_muon.checkpoint.reading import CommonState
-from megatron_muon.checkpoint.source_state import GROUP_KEY
+from megatron_muon.checkpoint.names import ADAM_STATES
+from megatron_muon.checkpoint.source_state import GROUP_KEY, SourceState
 from megatron_muon.config import OPTIMIZERS
 
 _OURS = (GROUP_KEY, "optimizer")
@@ -22,13 +25,24 @@ def adam_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if "betas" not in group or group.get(GROUP_KEY):
             continue
         plain = {key: value for key, value in group.items() if key not in _OURS and key != "params"}
+        plain.setdefault("bias_correction", True)  # torch's Adam does so without being asked
         found.setdefault(repr(sorted(plain.items())), plain)
     return list(found.values())
 
 
-def steps_of(groups: Iterable[Mapping[str, Any]]) -> int:
-    """Number of steps that the optimizer has made."""
-    return max((int(group.get("step", 0)) for group in groups), default=0)
+def steps_of(source: SourceState) -> int:
+    """Number of steps that the optimizer has made.
+
+    Raises:
+        CheckpointError: Adam's moments are there and their number of steps is not.
+    """
+    steps = [int(group["step"]) for group in source.groups if "step" in group]
+    if not steps and any(ADAM_STATES[0] in states for states in source.states.values()):
+        raise CheckpointError(
+            "the checkpoint's common state does not say how many steps Adam has made (step of a "
+            "group, or common_step), which its bias correction needs."
+        )
+    return max(steps, default=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +54,16 @@ class TargetGroups:
         has_matrices: Whether any dense parameter, and whether any expert, is a matrix.
         step: Number of steps.
         momentum: β of megatron-core's muon, which its groups carry.
+        has_masters: Whether masters are stored beside the weights.
+        step_in_state: Whether megatron-core's muon has Adam's step count beside its state.
     """
 
     optimizer: str
     has_matrices: bool
     step: int
     momentum: float
+    has_masters: bool
+    step_in_state: bool
 
 
 def optimizer_state(
@@ -71,11 +89,12 @@ def optimizer_state(
         group["step"] = target.step
     scaler = {} if grad_scaler is None else {"grad_scaler": grad_scaler}
     if target.optimizer == "muon":
-        return dict(
-            enumerate(
-                {**state, **scaler} for state in _upstream_states(base, source, target.momentum)
-            )
-        )
+        # Without masters megatron-core has torch's optimizer, and nothing around it.
+        states = _upstream_states(base, source, target)
+        return {
+            number: {"optimizer": state, **scaler} if target.has_masters else state
+            for number, state in enumerate(states)
+        }
     sharding = {"param_state_sharding_type": "fully_reshardable"}
     if target.optimizer in OPTIMIZERS:
         groups = base + _matrix_groups(base, source, target)
@@ -115,7 +134,7 @@ def _matrix_groups(
 
 
 def _upstream_states(
-    base: Sequence[dict[str, Any]], source: Sequence[dict[str, Any]], momentum: float
+    base: Sequence[dict[str, Any]], source: Sequence[dict[str, Any]], target: TargetGroups
 ) -> list[dict[str, Any]]:
     """The states of megatron-core's muon and of the Adam that it chains to it."""
     if any(group.get("is_expert_parallel") for group in base):
@@ -127,15 +146,19 @@ def _upstream_states(
     plain = ours or [group for group in base if group.get("wd_mult", 1.0) != 0.0]
     left_out = {*_OURS, "params", "step", "betas", "eps", "bias_correction"}
     matrices = [
-        {k: v for k, v in group.items() if k not in left_out} | {"momentum": momentum}
+        {k: v for k, v in group.items() if k not in left_out} | {"momentum": target.momentum}
         for group in plain
     ]
-    scalars = [{**group, "optimizer": "adam"} for group in base]
-    return [{"optimizer": {"param_groups": groups}} for groups in (matrices, scalars)]
+    adam: dict[str, Any] = {"param_groups": [{**group, "optimizer": "adam"} for group in base]}
+    if target.step_in_state:
+        adam["state"] = {"common_step": torch.tensor(float(target.step))}
+        for group in adam["param_groups"]:
+            del group["step"]
+    return [{"param_groups": matrices}, adam]
 
 
 def arguments(
-    common: CommonState, optimizer: str, settings: Mapping[str, Any]
+    common: CommonState, optimizer: str, settings: Mapping[str, Any], *, has_masters: bool
 ) -> argparse.Namespace | None:
     """The saved arguments as a run of the target has them; None where none were saved.
 
@@ -143,6 +166,7 @@ def arguments(
         common: Common state of the source.
         optimizer: The target.
         settings: Flags of ours that the conversion was told.
+        has_masters: As in ``TargetGroups``.
     """
     saved = common.value.get("args")
     if saved is None:
@@ -155,26 +179,24 @@ def arguments(
     args.dist_ckpt_optim_fully_reshardable = not is_muon
     args.matrix_optimizer = optimizer if is_ours else None
     if hasattr(args, "use_layer_wise_distributed_optimizer"):
-        args.use_layer_wise_distributed_optimizer = is_muon
+        args.use_layer_wise_distributed_optimizer = is_muon and has_masters
     if is_ours:
         for name, value in settings.items():
             setattr(args, name, value)
     return args
 
 
-def content_metadata(common: CommonState, optimizer: str) -> dict[str, Any]:
+def content_metadata(common: CommonState, optimizer: str, *, has_masters: bool) -> dict[str, Any]:
     """The entry ``content_metadata``: how the optimizer's state is sharded."""
     found = dict(common.value.get("content_metadata") or {})
-    if optimizer == "muon":
-        # Only then does megatron-core look for state under the prefixes of its chain.
-        found.pop("distrib_optim_fully_reshardable_mem_efficient", None)
-        found |= {"distrib_optim_sharding_type": "dp_reshardable"}
-        found.setdefault("singleton_local_shards", False)
-        return found
-    found |= {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
-    }
+    for name in ("distrib_optim_sharding_type", "distrib_optim_fully_reshardable_mem_efficient"):
+        found.pop(name, None)
     found.setdefault("singleton_local_shards", False)
+    found["chained_optim_avoid_prefix"] = True
+    if optimizer != "muon":
+        found["distrib_optim_sharding_type"] = "fully_reshardable"
+        found["distrib_optim_fully_reshardable_mem_efficient"] = False
+    elif has_masters:
+        # Only then does megatron-core look for state under the prefixes of its chain.
+        found["distrib_optim_sharding_type"] = "dp_reshardable"
     return found

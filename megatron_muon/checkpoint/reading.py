@@ -12,7 +12,6 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -20,8 +19,10 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_muon.checkpoint.common_state import CommonState
 from megatron_muon.checkpoint.errors import CheckpointError
 from megatron_muon.checkpoint.index import INDEX_FILE, Chunk, Place, TensorInfo, read_index
+from megatron_muon.checkpoint.run_config import RUN_CONFIG_FILE, read_run_config
 from megatron_muon.checkpoint.safe_pickle import Loaded, load_torch
 
 BACKEND_FILE = "metadata.json"
@@ -94,30 +95,6 @@ def last_step(root: Path) -> int | Literal["release"] | None:
     return int(text)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CommonState:
-    """What all ranks share: arguments, iteration, parameter groups, scheduler.
-
-    Attributes:
-        in_file: True when it is the file ``common.pt`` (up to megatron-core 0.18), False when it is
-            an entry of the DCP checkpoint (since 0.19).
-        loaded: The state; its value is a dict.
-    """
-
-    in_file: bool
-    loaded: Loaded
-
-    @property
-    def value(self) -> dict[str, Any]:
-        """The dict."""
-        found: dict[str, Any] = self.loaded.value
-        return found
-
-    def argument(self, name: str, default: Any = None) -> Any:
-        """One of the arguments of the run that saved."""
-        return getattr(self.value.get("args"), name, default)
-
-
 class Checkpoint:
     """A checkpoint of one iteration; opening it reads the index only.
 
@@ -130,12 +107,19 @@ class Checkpoint:
     Args:
         path: The folder of an iteration, or the one that a run saves into.
         step: Iteration; None for the last one.
+        run_config: A ``run_config.yaml``; None for the one that is in the folder, if any.
 
     Raises:
         CheckpointError: It is missing, incomplete, damaged or of another format.
     """
 
-    def __init__(self, path: str | os.PathLike[str], step: int | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        step: int | None = None,
+        run_config: Path | None = None,
+    ) -> None:
+        self._run_config = run_config
         self.folder = find_folder(Path(path), step)
         self.backend = _read_backend(self.folder)
         index = read_index(self.folder)
@@ -269,7 +253,17 @@ class Checkpoint:
             value = value[0]  # a sharded object stands in a list
         if not isinstance(value, dict):
             raise CheckpointError(f"the common state of {self.folder} is a {type(value).__name__}.")
-        return CommonState(in_file=path.exists(), loaded=Loaded(value=value, inert=loaded.inert))
+        return CommonState(
+            in_file=path.exists(),
+            loaded=Loaded(value=value, inert=loaded.inert),
+            run_config=self._read_run_config(has_args=value.get("args") is not None),
+        )
+
+    def _read_run_config(self, *, has_args: bool) -> Mapping[str, Any] | None:
+        own = self.folder / RUN_CONFIG_FILE
+        if self._run_config is not None:
+            return read_run_config(self._run_config)
+        return read_run_config(own) if own.exists() and not has_args else None
 
 
 def require_known(loaded: Loaded, what: str) -> None:

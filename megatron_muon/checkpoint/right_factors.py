@@ -13,7 +13,7 @@ from megatron_muon.checkpoint.names import RIGHT_FACTOR, state_key
 from megatron_muon.checkpoint.outputs import Box, OutChunk, OutTensor, copied
 from megatron_muon.checkpoint.parameters import StoredParameter
 from megatron_muon.checkpoint.reading import Checkpoint
-from megatron_muon.checkpoint.settings import ConvertSettings
+from megatron_muon.checkpoint.settings import ConvertSettings, no_split_flag
 from megatron_muon.linalg import full_precision_matmul, gram
 from megatron_muon.matrices import SplitMode, intervals, merged_rule
 from megatron_muon.optim.dion_rule import OrthDionRule, seeded_right_factor
@@ -147,10 +147,11 @@ def factor_tensors(
     matrix_settings = settings.matrix
     rule = merged_rule(matrix_settings.rules, parameter.name)
     split = matrix_settings.split_of(parameter.family, parameter.packing, rule)
-    if parameter.problem and (split != "none" or parameter.family == "ssm"):
+    if parameter.problem and split != "none":
         raise CheckpointError(
-            f"{parameter.name} cannot be cut into its matrices ({parameter.problem}): send it to "
-            f"Adam with --matrix-rule '{parameter.name}:optimizer=adam'."
+            f"{parameter.name} cannot be cut into its matrices: {parameter.problem}; or keep all "
+            f"such weights one matrix each with {no_split_flag(parameter.family)}, or send it to "
+            f"Adam with --matrix-rule '{parameter.name}:optimizer=adam', in training, too."
         )
     ranks = OrthDionRule(
         rank_fraction=matrix_settings.rank_fraction,

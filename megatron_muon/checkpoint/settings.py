@@ -11,18 +11,23 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_muon.checkpoint.common_state import CommonState
 from megatron_muon.checkpoint.errors import CheckpointError
-from megatron_muon.checkpoint.reading import CommonState
 from megatron_muon.config import OPTIMIZERS, Flag, MatrixConfig
 from megatron_muon.flags import FLAGS, add_flag, read_settings, value_problems
 from megatron_muon.linalg import STATE_DTYPES
-from megatron_muon.matrices import Rule
+from megatron_muon.matrices import Family, Rule
 
 TARGETS = ("adam", "dmuon", "orth_dion", "muon")
 """Optimizers to convert to; ``muon`` is megatron-core's own, layer-wise."""
 
 OFFLINE = tuple(flag for flag in FLAGS if flag.offline)
 """Flags of training that say what is a matrix and how large its factors are."""
+
+
+def no_split_flag(family: Family) -> str:
+    """The flag that keeps the packed weights of a family one matrix each."""
+    return next(flag.name for flag in OFFLINE if flag.field == f"split_{family}")
 
 
 @dataclass(frozen=True, kw_only=True)

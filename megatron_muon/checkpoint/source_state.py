@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron_muon.checkpoint.common_state import CommonState
 from megatron_muon.checkpoint.errors import CheckpointError
 from megatron_muon.checkpoint.index import TensorInfo
 from megatron_muon.checkpoint.names import (
@@ -15,11 +16,12 @@ from megatron_muon.checkpoint.names import (
     MOMENTUM,
     RIGHT_FACTOR,
     split_state_key,
+    unknown_state,
 )
 from megatron_muon.checkpoint.parameters import StoredParameter
-from megatron_muon.checkpoint.reading import Checkpoint, CommonState
+from megatron_muon.checkpoint.reading import Checkpoint
 
-Optimizer = Literal["adam", "muon", "dmuon", "orth_dion", "none"]
+Optimizer = Literal["adam", "muon", "dmuon", "orth_dion", "none", "unknown"]
 
 GROUP_KEY = "matrix_optimizer"
 """Key of our groups of matrices, ``integration.combined_optimizer.MATRIX_GROUP_KEY``."""
@@ -60,6 +62,8 @@ class SourceState:
         states: State name (``fp32_param`` of masters) to location, by parameter name.
         factors: Right factors by the name of their matrix.
         grad_scaler: State of the gradient scaler, None without one.
+        step_in_state: Whether Adam's step count was beside its state, where torch's Adam keeps it,
+            and not in its groups, as Transformer Engine's and Apex's.
     """
 
     optimizer: Optimizer
@@ -67,6 +71,7 @@ class SourceState:
     states: Mapping[str, Mapping[str, Location]]
     factors: Mapping[str, TensorInfo]
     grad_scaler: dict[str, Any] | None
+    step_in_state: bool
 
 
 BUCKETS = (
@@ -85,6 +90,8 @@ def optimizer_of(checkpoint: Checkpoint) -> Optimizer:
     states = {known[0] for key in checkpoint.tensors if (known := split_state_key(key))}
     if has_buckets(checkpoint):
         return "adam"
+    if _is_sgd(checkpoint.common) or any(map(unknown_state, checkpoint.tensors)):
+        return "unknown"
     if RIGHT_FACTOR in states:
         return "orth_dion"
     ours = {group[GROUP_KEY] for group in param_groups(checkpoint.common) if group.get(GROUP_KEY)}
@@ -94,12 +101,45 @@ def optimizer_of(checkpoint: Checkpoint) -> Optimizer:
 
 
 def param_groups(common: CommonState) -> tuple[dict[str, Any], ...]:
-    """The groups of all optimizers of a chain, in order; empty where none are in common state."""
-    return tuple(
-        group
-        for state in _optimizers(common)
-        for group in state.get("optimizer", {}).get("param_groups", ())
-    )
+    """The groups of all optimizers of a chain, in order; empty where none are in common state.
+
+    A step count that the state of an optimizer has for all of its groups is put into each.
+    """
+    found = []
+    for state in map(_inner, _optimizers(common)):
+        step = _step_in_state(state)
+        more = {} if step is None else {"step": int(step)}
+        found += [{**more, **group} for group in state.get("param_groups", ())]
+    return tuple(found)
+
+
+def _inner(state: dict[str, Any]) -> dict[str, Any]:
+    """The state dict of torch's optimizer: that of megatron-core, for fp32, is this itself."""
+    inner = state.get("optimizer")
+    return inner if isinstance(inner, dict) else state
+
+
+def _step_in_state(state: dict[str, Any]) -> Any:
+    kept = state.get("state")
+    return kept.get("common_step") if isinstance(kept, dict) else None
+
+
+def _is_sgd(common: CommonState) -> bool:
+    """Its ``momentum_buffer`` is a sum of gradients, and of every parameter."""
+    return any("dampening" in group for group in param_groups(common))
+
+
+def _require_known_optimizer(checkpoint: Checkpoint) -> None:
+    """Refuse state that would be left behind, or taken for that of another optimizer."""
+    unknown = next((key for key in checkpoint.tensors if unknown_state(key)), None)
+    known = "Known are Megatron's Adam, its muon, dmuon and Orth-Dion"
+    if unknown is not None:
+        raise CheckpointError(
+            f"{checkpoint.folder} holds {unknown}, state of an optimizer that is not known. "
+            f"{known}."
+        )
+    if _is_sgd(checkpoint.common):
+        raise CheckpointError(f"{checkpoint.folder} was saved by SGD. {known}.")
 
 
 def _optimizers(common: CommonState) -> Iterator[dict[str, Any]]:
@@ -131,6 +171,7 @@ def source_state(
     """
     if has_buckets(checkpoint):
         raise CheckpointError(f"{checkpoint.folder} {BUCKETS}: {RESHARD}.")
+    _require_known_optimizer(checkpoint)
     kind = optimizer_of(checkpoint)
     if kind == "none" and not may_lack:
         raise CheckpointError(
@@ -168,6 +209,9 @@ def source_state(
         states=states,
         factors=factors,
         grad_scaler=scalers[0] if scalers else None,
+        step_in_state=any(
+            _step_in_state(_inner(state)) is not None for state in _optimizers(checkpoint.common)
+        ),
     )
 
 
@@ -180,6 +224,13 @@ def _require_shapes(
 ) -> None:
     for name, found in states.items():
         shape = parameters[name].facts.shape
+        there = [state for state in ADAM_STATES if state in found]
+        if len(there) == 1:
+            (missing,) = set(ADAM_STATES) - set(there)
+            raise CheckpointError(
+                f"the checkpoint has {there[0]} of {name} without {missing}, as Lion keeps it; the "
+                "state of that optimizer is not known."
+            )
         for state in (MASTER, MOMENTUM, *ADAM_STATES):
             if state not in found:
                 continue

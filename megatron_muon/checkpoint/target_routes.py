@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from megatron_muon.checkpoint.errors import CheckpointError
 from megatron_muon.checkpoint.parameters import StoredParameter
 from megatron_muon.checkpoint.settings import ConvertSettings
-from megatron_muon.matrices import merged_rule, route, unmatched_rules
+from megatron_muon.matrices import Route, merged_rule, route, unmatched_rules
 
 
 def target_routes(
@@ -33,24 +34,30 @@ def target_routes(
     if settings.to == "adam":
         return dict.fromkeys(names, False)
     if settings.to == "muon":
-        routes = {parameter.name: _is_upstreams(parameter) for parameter in parameters}
-    else:
-        routes = {parameter.name: _is_matrix(parameter, settings) for parameter in parameters}
-    if not any(routes.values()):
+        upstreams = {parameter.name: _is_upstreams(parameter) for parameter in parameters}
+        if not any(upstreams.values()):
+            raise CheckpointError(
+                "no parameter has two dimensions and goes to megatron-core's muon."
+            )
+        return upstreams
+    routes = {parameter.name: _route(parameter, settings) for parameter in parameters}
+    found = {name: chosen.optimizer == "matrix" for name, chosen in routes.items()}
+    if not any(found.values()):
+        reasons = Counter(chosen.reason for chosen in routes.values()).most_common()
         raise CheckpointError(
-            f"no parameter is a matrix by the rules (--matrix-min-dim is "
-            f"{settings.matrix.min_dim}), so there is nothing for {settings.to} to train."
+            f"no parameter is a matrix by the rules, so there is nothing for {settings.to} to "
+            f"train: {', '.join(f'{count} {reason}' for reason, count in reasons)} "
+            f"(--matrix-min-dim is {settings.matrix.min_dim})."
         )
-    return routes
+    return found
 
 
-def _is_matrix(parameter: StoredParameter, settings: ConvertSettings) -> bool:
+def _route(parameter: StoredParameter, settings: ConvertSettings) -> Route:
     rule = merged_rule(settings.matrix.rules, parameter.name)
     try:
-        chosen = route(parameter.facts, rule, min_dim=settings.matrix.min_dim)
+        return route(parameter.facts, rule, min_dim=settings.matrix.min_dim)
     except ValueError as error:
         raise CheckpointError(f"{error}.") from error
-    return chosen.optimizer == "matrix"
 
 
 def _is_upstreams(parameter: StoredParameter) -> bool:

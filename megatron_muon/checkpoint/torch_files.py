@@ -140,8 +140,10 @@ def at(content: Any, steps: Sequence[str | int]) -> Any:
 
 
 @functools.lru_cache(maxsize=4)
-def read_torch_file(path: Path) -> dict[str, Any]:
-    """A file of ``torch.save``, its tensors left on disk until they are used.
+def read_torch_file(path: Path) -> Any:
+    """The dict (or list of dicts) of a file of ``torch.save``.
+
+    Its tensors are left on disk until they are used.
 
     Raises:
         CheckpointError: It cannot be read, or holds more than tensors and plain values.
@@ -165,6 +167,7 @@ def read_torch_file(path: Path) -> dict[str, Any]:
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{path} is no file of torch.save ({text}).") from error
-    if not isinstance(found, dict):
+    parts = found if isinstance(found, list | tuple) else [found]
+    if not parts or not all(isinstance(part, dict) for part in parts):
         raise CheckpointError(f"{path} holds a {type(found).__name__} where a dict belongs.")
     return found

@@ -18,7 +18,8 @@ from pathlib import Path
 from megatron_muon.checkpoint.data_files import Progress, write_files
 from megatron_muon.checkpoint.errors import CheckpointError
 from megatron_muon.checkpoint.index import INDEX_FILE, write_index
-from megatron_muon.checkpoint.manifest import MANIFEST_FILE, manifest
+from megatron_muon.checkpoint.manifest import MANIFEST_FILE, listed_files, manifest
+from megatron_muon.checkpoint.other_files import copy_others, is_of_checkpoint
 from megatron_muon.checkpoint.outputs import Output
 from megatron_muon.checkpoint.reading import BACKEND_FILE, COMMON_FILE, TRACKER, Checkpoint
 from megatron_muon.checkpoint.safe_pickle import dump_torch
@@ -65,6 +66,8 @@ def write_checkpoint(
         digests[INDEX_FILE] = _digest_of(staging / INDEX_FILE)
         text = json.dumps(output.backend).encode()
         digests[BACKEND_FILE] = _write(staging / BACKEND_FILE, text)
+        if source is not None:
+            digests |= copy_others(source.folder, staging)
         listed = manifest(output, digests, None if source is None else source.folder)
         _write(staging / MANIFEST_FILE, json.dumps(listed, indent=1).encode())
         _sync_folder(staging)
@@ -140,20 +143,12 @@ def check_target(folder: Path, source: Checkpoint | None, *, overwrite: bool) ->
     if folder.is_symlink() or not folder.is_dir():
         kind = "a symbolic link" if folder.is_symlink() else "a file"
         raise CheckpointError(f"{folder} is {kind}, which is not replaced; name another folder.")
-    strange = sorted(path.name for path in folder.iterdir() if _is_foreign(path))
-    if strange:
+    strange = sorted(path.name for path in folder.iterdir() if not is_of_checkpoint(path))
+    if strange and not set(strange) <= listed_files(folder).keys():
         raise CheckpointError(
             f"{folder} holds {strange[0]}, which is of no checkpoint, and is not replaced; move it "
             "away, or name another folder."
         )
-
-
-def _is_foreign(path: Path) -> bool:
-    """Whether this is nothing that Megatron's saves or this tool write, finished or not."""
-    if path.is_dir():
-        return path.name != "modelopt_state"
-    known = (INDEX_FILE, f"{INDEX_FILE}.tmp", COMMON_FILE, BACKEND_FILE, MANIFEST_FILE)
-    return path.name not in (*known, "integrity.json") and path.suffix != ".distcp"
 
 
 def _unused(folder: Path, purpose: str) -> Path:

@@ -9,7 +9,7 @@ What is replaced, in which module of this folder, and why:
 ========================================  ====================  ====================================
 stand-in                                  where                 reason
 ========================================  ====================  ====================================
-tensor factories, ``Tensor.new_*``:       ``devices``           some 240 call sites name the current
+tensor factories, ``Tensor.new_*``:       ``devices``           many call sites name the current
 device ``cuda`` or an index means the                           CUDA device
 CPU; ``pin_memory`` is dropped
 ``Tensor.to``, ``.cuda``,                 ``devices``           same; ``Module.to`` and ``.cuda`` go

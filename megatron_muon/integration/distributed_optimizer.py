@@ -123,12 +123,13 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
             if master is None:
                 ranges.append(None)
                 continue
+            assert master.grad is not None, "Megatron has not copied the gradients"
             group = group_of[id(master)]
             ranges.append(
                 MatrixRange(
                     master=master.data,
                     momentum=self.optimizer.state[master][MOMENTUM],
-                    grad=torch.zeros_like(master) if master.grad is None else master.grad,
+                    grad=master.grad,
                     lr=float(group["lr"]),
                     weight_decay=float(group["weight_decay"]),
                 )

@@ -8,15 +8,10 @@ from megatron_muon.linalg.coefficients import (
     parse_coefficients,
 )
 from megatron_muon.linalg.newton_schulz import (
-    Segments,
-    carried_segments,
-    cheapest_segments,
     columns_at_once,
     newton_schulz,
     newton_schulz_bytes,
-    newton_schulz_flops,
     orthogonalize_,
-    standard_segments,
 )
 from megatron_muon.linalg.orthonormal import (
     RIGHT_FACTORS,
@@ -46,6 +41,13 @@ from megatron_muon.linalg.precision import (
 )
 from megatron_muon.linalg.products import gram, small_side_first
 from megatron_muon.linalg.scales import SCALE_MODES, update_rms, update_scale
+from megatron_muon.linalg.segments import (
+    Segments,
+    carried_segments,
+    cheapest_segments,
+    newton_schulz_flops,
+    standard_segments,
+)
 from megatron_muon.linalg.workspace import MemoryPool, Workspace
 
 __all__ = [

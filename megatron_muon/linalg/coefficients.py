@@ -5,20 +5,20 @@ singular vectors alone. A set is a list of triples ``(a, b, c)``; a schedule is 
 one triple per step. All sets assume singular values in [0, 1] at the start, which the Frobenius
 norm guarantees.
 
-Where the singular values in [0.02, 1] end after the whole set (computed in float64; the tests
-recompute it):
+Where the singular values in [0.02, 1] end after the whole set, and its largest slope on [0, 1], by
+which rounding is enlarged (computed in float64; the tests recompute both):
 
-=============  =====  ===============  ==========================================
-set            steps  lands in         more steps than the set has
-=============  =====  ===============  ==========================================
-simple         1      [0.069, 1.202]   any (5 steps: [0.682, 1.134])
-quintic        5      [0.978, 1.032]   whole passes only: 10, 15, ...
-polar_express  8      [1.000, 1.000]   the last triple is repeated
-cans           5      [0.884, 1.120]   the last triple is repeated; not in bf16
-aol            4      [-1.084, 1.084]  none; negative for σ > 0.8837, see its row
-deepseekv4     10     [1.000, 1.001]   the last triple is repeated
-custom         --     --               whole passes only
-=============  =====  ===============  ==========================================
+=============  =====  ===============  =============  ============================================
+set            steps  lands in         largest slope  more steps than the set has
+=============  =====  ===============  =============  ============================================
+simple         1      [0.069, 1.202]   3.4            any (5 steps: [0.682, 1.134], slope 485)
+quintic        5      [0.978, 1.032]   493            whole passes only: 10, 15, ...
+polar_express  8      [1.000, 1.000]   6.4e3          the last triple is repeated
+cans           5      [0.884, 1.120]   4.9e4 (at 1)   the last triple is repeated; not in 16 bits
+aol            4      [-1.084, 1.084]  130            none; negative for σ > 0.8837, see its row
+deepseekv4     10     [1.000, 1.001]   7.9e4          the last triple is repeated
+custom         --     --               --             whole passes only
+=============  =====  ===============  =============  ============================================
 
 Fewer steps than the set has: its first triples.
 """
@@ -53,8 +53,8 @@ class CoefficientSet:
     repeats: Literal["whole", "last", "never"]
     """More steps than triples: run the whole set again, repeat its last triple, or refuse."""
 
-    stable_in_bf16: bool = True
-    """False if the rounding of bf16 can make the iteration diverge."""
+    stable_in_16_bits: bool = True
+    """False if the rounding of bf16 or fp16 can make the iteration diverge."""
 
 
 _SIMPLE_TRIPLE: Final[Triple] = (3.4445, -4.7750, 2.0315)
@@ -107,9 +107,10 @@ _ROWS: Final = (
         ),
         source="Grishina et al., CANS (Remez, adaptive interval): arXiv:2506.10935",
         repeats="last",
-        # Each triple is fitted to exactly the range of the one before, up to 1.992 after the first.
-        # bf16 rounds that to 2 or above, from where the next triples lead to 1e6 and to inf.
-        stable_in_bf16=False,
+        # Each triple is fitted to exactly the range of the one before, up to 1.9915 after the
+        # first. Rounded to 16 bits that can be 1.9922 and more, from where later triples lead to
+        # inf: for matrices of rank one, and for other ill-conditioned ones.
+        stable_in_16_bits=False,
     ),
     CoefficientSet(
         name="aol",
@@ -187,9 +188,9 @@ def coefficient_schedule(
             f"--dmuon-coefficients is set but --muon-coefficient-type is {name}, which has its own "
             "coefficients. Type --muon-coefficient-type custom, or drop --dmuon-coefficients."
         )
-    if compute_dtype == torch.bfloat16 and not chosen.stable_in_bf16:
+    if compute_dtype in (torch.bfloat16, torch.float16) and not chosen.stable_in_16_bits:
         raise ValueError(
-            f"--muon-coefficient-type {name} diverges when computed in bf16. Type "
+            f"--muon-coefficient-type {name} diverges when computed in {compute_dtype}. Type "
             "--dmuon-compute-dtype fp32, or --muon-coefficient-type polar_express."
         )
     length = len(triples)

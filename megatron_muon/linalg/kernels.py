@@ -19,7 +19,8 @@ from torch import Tensor
 SyrkFunction = Callable[..., Tensor]
 """``f(a, c, alpha=…, beta=…)`` gives alpha A Aᵀ + beta C of one matrix."""
 
-# Below it the launch of a kernel for every matrix costs more than half of a batched product.
+# Below it the launch of a kernel for every matrix is taken to cost more than it saves (an
+# assumption, not measured).
 _SMALLEST_SIDE: Final = 512
 
 # Rounding of a bf16 result is 2⁻⁹ of each element; a wrong tile is off by its whole size.

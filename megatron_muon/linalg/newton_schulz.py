@@ -30,24 +30,11 @@ from torch import Tensor
 from megatron_muon.linalg.coefficients import Schedule
 from megatron_muon.linalg.norms import frobenius_norm, largest_magnitude
 from megatron_muon.linalg.precision import full_precision_matmul
-from megatron_muon.linalg.products import (
-    gram,
-    small_side_first,
-    square_plus,
-    symmetric_mm,
-    symmetric_product_flops,
-)
+from megatron_muon.linalg.products import gram, small_side_first, square_plus, symmetric_mm
+from megatron_muon.linalg.segments import Segments, cheapest_segments
 from megatron_muon.linalg.workspace import Workspace
 
 _COMPUTE_DTYPES: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-Segments = tuple[Schedule, ...]
-"""A schedule, cut where A is computed anew."""
-
-# Rounding of A in directions where X has next to nothing grows by a² with each step that carries A
-# on. Up to this growth the result is as near to the exact one as that of the standard form for
-# random matrices, and within twice its distance for spectra that decay fast.
-_LARGEST_GROWTH: Final = 300.0
 
 _MOST_BYTES_BESIDE: Final = 1 << 25
 _MULTIPLE: Final = 128
@@ -69,10 +56,13 @@ def newton_schulz(
     with an inf or nan gives nan throughout, and touches no other matrix. Nothing is read back to
     the host.
 
-    Relative error (Frobenius) against the polynomial on the singular values, measured on normal
-    random matrices of 1×64 to 384×384: 1e-13 in float64, 3e-5 in float32, 5e-3 in float16, 7e-2 in
-    bfloat16. The CANS set is ill-conditioned for matrices of rank one (1e-10 in float64, 5e-3 in
-    float32) and diverges in bfloat16.
+    Relative error (Frobenius) against the polynomial p on the singular values, for any matrix: at
+    most 8 u S, with u the unit roundoff (6e-8 in float32) and S the largest slope of p on [0, 1],
+    listed in ``linalg.coefficients``. The worst are matrices of rank one: where x has nothing,
+    rounding is enlarged as a small singular value is. In 16 bits 8 u S is above 1 for most sets:
+    directions weaker than u come out as noise of full strength. Normal random matrices with sides
+    of 32 and more are much nearer: 1e-12 in float64, 1e-4 in float32; errors of all sets, forms and
+    dtypes are listed in docs/newton-schulz-errors.md.
 
     Args:
         x: (B, m, n) or (m, n), any floating dtype, any strides. Not modified.
@@ -150,26 +140,6 @@ def orthogonalize_(
     return orthogonal.mT if m > n else orthogonal
 
 
-def newton_schulz_flops(
-    m: int, n: int, segments: Segments, device: torch.device | None = None
-) -> int:
-    """Returns the floating-point operations of an iteration on one m×n matrix.
-
-    A segment of L steps has one product over n for A, one for X, and 4L − 3 of m³.
-
-    Args:
-        m: Rows.
-        n: Columns.
-        segments: The schedule as it is computed.
-        device: Where, which decides what a symmetric product saves; CPU by default.
-    """
-    small, large = sorted((m, n))
-    where = device or torch.device("cpu")
-    square = symmetric_product_flops(small, small, where)
-    once = symmetric_product_flops(small, large, where) + 2 * small**2 * large
-    return sum(once + (4 * len(segment) - 3) * square for segment in segments)
-
-
 def newton_schulz_bytes(
     batch: int, m: int, n: int, segments: Segments, *, held: torch.dtype, compute: torch.dtype
 ) -> int:
@@ -194,26 +164,6 @@ def newton_schulz_bytes(
     return total
 
 
-def cheapest_segments(
-    m: int, n: int, schedule: Schedule, compute_dtype: torch.dtype, device: torch.device
-) -> Segments:
-    """Returns the schedule in the form with the fewest operations for an m×n matrix.
-
-    The choice follows from counts alone, so a run that is started again computes the same bits. In
-    bf16 it is always the standard form: carrying A on with 8 bits triples the error.
-    """
-    standard = standard_segments(schedule)
-    if compute_dtype == torch.bfloat16:
-        return standard
-    candidates = (standard, carried_segments(schedule))
-    return min(candidates, key=lambda segments: newton_schulz_flops(m, n, segments, device))
-
-
-def standard_segments(schedule: Schedule) -> Segments:
-    """Returns the standard form: A is computed anew in every step."""
-    return tuple((step,) for step in schedule)
-
-
 def columns_at_once(batch: int, m: int, n: int, itemsize: int) -> int:
     """Returns the columns of a batch of X (m×n) that W X is computed of at once.
 
@@ -225,21 +175,6 @@ def columns_at_once(batch: int, m: int, n: int, itemsize: int) -> int:
         return n
     # Of a very large batch an eighth: more parts would only be more launches.
     return -(-max(most, n // 8, 1) // _MULTIPLE) * _MULTIPLE
-
-
-def carried_segments(schedule: Schedule) -> Segments:
-    """Returns the longest segments whose rounding stays within the bound of this module."""
-    found: list[Schedule] = []
-    current: list[tuple[float, float, float]] = []
-    growth = 1.0
-    for step in schedule:
-        if current and growth * current[-1][0] ** 2 > _LARGEST_GROWTH:
-            found.append(tuple(current))
-            current, growth = [], 1.0
-        elif current:
-            growth *= current[-1][0] ** 2
-        current.append(step)
-    return (*found, tuple(current)) if current else tuple(found)
 
 
 def _wide(x: Tensor, compute_dtype: torch.dtype) -> torch.dtype:

@@ -36,8 +36,8 @@ from megatron_muon.linalg.precision import full_precision_matmul
 
 RIGHT_FACTORS: Final = ("qr", "polar", "colnorm")
 
-# In units of eps. Directions without content, measured in fp32 at 8192×512: up to 57 in B V for a
-# random V, below 1 in Bᵀ U.
+# In units of eps. Directions without content are below 1 in Bᵀ U (measured in fp32 up to 8192×512).
+# In B V a few can be far above: U then has columns too many, which V drops.
 RANK_TOLERANCE: Final = 64.0
 
 
@@ -61,7 +61,7 @@ class Basis:
     by Householder reflections, with signs such that it does not turn away from P's. A column that
     depends on those before becomes zeros, so that U Uᵀ projects on the range of P; zeros give
     zeros. Condition numbers of 1e8 are no problem: what is above the tolerance is orthonormal to
-    rounding (2e-6 in float32).
+    rounding (5e-6 in float32).
 
     Where dependent columns come before independent ones (rare: not for P = B V with a V in general
     position) a matrix takes r small sequential steps more. Whether any does is known on the device;

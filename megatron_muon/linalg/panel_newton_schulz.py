@@ -26,7 +26,6 @@ from torch import Tensor
 
 from megatron_muon.linalg.coefficients import Schedule
 from megatron_muon.linalg.newton_schulz import (
-    Segments,
     columns_at_once,
     multiply_,
     power_of_two,
@@ -34,6 +33,7 @@ from megatron_muon.linalg.newton_schulz import (
 from megatron_muon.linalg.norms import frobenius_norm, largest_magnitude
 from megatron_muon.linalg.precision import full_precision_matmul
 from megatron_muon.linalg.products import gram, symmetric_product_flops
+from megatron_muon.linalg.segments import Segments
 from megatron_muon.linalg.workspace import Workspace
 
 _MOST_ELEMENTS_OF_A_SUM = 1 << 22

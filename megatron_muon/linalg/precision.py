@@ -28,9 +28,9 @@ def resolve_compute_dtype(policy: str, device: torch.device) -> torch.dtype:
     """Returns the dtype in which the Newton-Schulz products run.
 
     ``auto`` is bf16 on CUDA devices of capability 8.0 and later, and fp32 everywhere else. That
-    includes CPUs with bf16 units, although they gain from bf16 (2.3 to 2.9 times for products of
-    512 and 1024 on an EPYC with AVX512-BF16): runs on CPU are for tests, demos and planning, and
-    must not change their result with the model of the processor. Type ``bf16`` to have it.
+    includes CPUs with bf16 units, although they gain from bf16: runs on CPU are for tests, demos
+    and planning, and must not change their result with the model of the processor. Type ``bf16`` to
+    have it.
 
     Args:
         policy: One of ``COMPUTE_POLICIES``.

@@ -4,7 +4,7 @@ Data and pure functions; nothing here knows torch, Megatron or a process group.
 """
 
 from megatron_muon.matrices.adapters import adapter_parameters, unwrapped
-from megatron_muon.matrices.known_packings import Family, packing_by_name
+from megatron_muon.matrices.known_packings import Family, family_by_name, packing_by_name
 from megatron_muon.matrices.logical import Block, LogicalMatrix, logical_matrices, natural_key
 from megatron_muon.matrices.packing import (
     WHOLE,
@@ -40,6 +40,7 @@ __all__ = [
     "adapter_parameters",
     "data_parallel_ranges",
     "default_route",
+    "family_by_name",
     "intervals",
     "load_rules",
     "logical_matrices",

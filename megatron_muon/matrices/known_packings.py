@@ -30,6 +30,11 @@ def packing_by_name(name: str, config: Any, rows: int) -> tuple[Family, Packing]
     return (family, packing) if packing.parts else ("", WHOLE)
 
 
+def family_by_name(name: str) -> Family:
+    """Family that a linear layer of this name has if it is packed; empty for another one."""
+    return _BY_NAME[name][0] if name in _BY_NAME else ""
+
+
 def _qkv(config: Any, rows: int) -> Packing:
     heads = config.num_attention_heads // config.num_query_groups
     query = heads * config.kv_channels
@@ -44,7 +49,7 @@ def _cross_kv(config: Any, rows: int) -> Packing:
 
 
 def _gate_up(config: Any, rows: int) -> Packing:
-    if not getattr(config, "gated_linear_unit", False):
+    if not config.gated_linear_unit:
         return WHOLE
     halves = (RowPart(name="gate", rows=rows // 2), RowPart(name="up", rows=rows // 2))
     return Packing(rows=RowPacking.BLOCKS, parts=halves)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MOST_STEPS_TIMES_RANKS = 1 << 17
-"""Bound on the local search: at 2,048 ranks it may take a second of planning, no more."""
+"""Bound on the local search: planning takes seconds, not minutes, at thousands of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

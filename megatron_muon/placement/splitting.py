@@ -15,9 +15,9 @@ from megatron_muon.placement.regions import even_cuts
 MIN_SPLIT_FLOPS = 1 << 37
 """Operations of a matrix below which splitting it gains nothing.
 
-1.4e11, a third of a millisecond of a GPU: about what its twenty messages take, in latency, and at
-400 TFLOP/s and 200 GB/s also in bytes (a square matrix of 1,700: 26 m² bytes saved for 30 m³
-operations).
+1.4e11, a third of a millisecond of a GPU at 400 TFLOP/s: about what its messages take, in latency,
+and at 200 GB/s also in bytes (a square matrix of 1,700 among eight ranks: each sends 26 m² bytes
+for 30 m³ operations).
 """
 
 FLOPS_PER_BYTE = {"cuda": 2000, "cpu": 20}

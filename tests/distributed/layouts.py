@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from tests.distributed.training import Run
+from megatron_muon.config import MatrixConfig
+from tests.distributed.training import RATES, Run
 from tests.tiny_models import MODELS, Layout
 
 
@@ -41,7 +42,7 @@ class Case:
         return " ".join(filter(None, (self.model, str(self.layout), self.note)))
 
     def run(self, **changes: Any) -> Run:
-        """Several buckets, overlap, sequence parallel where TP cuts."""
+        """Several buckets, overlap, sequence parallel where TP cuts, several rates."""
         sizes = {name: getattr(self.layout, name) for name in Layout.__dataclass_fields__}
         settings: dict[str, Any] = {
             **sizes,
@@ -50,6 +51,7 @@ class Case:
             "overlap_gather": self.overlap_gather,
             "sequence_parallel": True,
             "options": self.options,
+            "config": MatrixConfig(min_dim=1, rules=RATES),
         }
         return Run(**(settings | changes))
 

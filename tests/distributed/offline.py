@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,8 +12,12 @@ import pytest
 import torch
 
 from megatron_muon.checkpoint.__main__ import main
+from megatron_muon.checkpoint.conversion import plan_conversion
 from megatron_muon.checkpoint.reading import Checkpoint
+from megatron_muon.checkpoint.settings import ConvertSettings
 from megatron_muon.checkpoint.verification import compare
+from megatron_muon.checkpoint.writing import write_checkpoint, write_tracker
+from megatron_muon.config import MatrixConfig
 from tests.distributed import pretraining
 from tests.distributed.test_pretrain import DMUON, ORTH_DION, pretrain_with_hooks
 
@@ -22,6 +27,9 @@ Flags = tuple[str, ...]
 ADAM = ("--optimizer", "adam", "--dist-ckpt-optim-fully-reshardable")
 ADAM_BUCKETS = ("--optimizer", "adam")
 MUON = ("--optimizer", "muon", "--bf16")
+ADAM_PLAIN = ("--optimizer", "adam", pretraining.NOT_DISTRIBUTED)
+MUON_PLAIN = ("--optimizer", "muon", pretraining.NOT_DISTRIBUTED)
+"""The only way in which megatron-core's muon trains fp32 weights."""
 MOE = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "40"),
     *("--moe-token-dispatcher-type", "alltoall", "--moe-router-load-balancing-type", "none"),
@@ -85,6 +93,20 @@ def convert(source: Path, target: Path, to: str, *flags: str) -> Checkpoint:
     assert main(["convert", str(source), str(target), "--to", to, *flags]) == 0
     assert digest(source) == before
     return Checkpoint(target)
+
+
+def without_arguments(source: Path, target: Path) -> Path:
+    """A checkpoint of Adam as Megatron-Bridge leaves it, whose common state has no arguments."""
+    checkpoint = Checkpoint(source)
+    settings = ConvertSettings(to="adam", matrix=MatrixConfig())
+    output = plan_conversion(checkpoint, settings)
+    common = {key: value for key, value in output.common.items() if key != "args"}
+    step = checkpoint.common.value["iteration"]
+    write_checkpoint(
+        target / f"iter_{step:07d}", dataclasses.replace(output, common=common), source=checkpoint
+    )
+    write_tracker(target, step)
+    return target
 
 
 def digest(folder: Path) -> dict[str, str]:

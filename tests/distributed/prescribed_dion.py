@@ -18,6 +18,7 @@ from tests.distributed.prescribed import (
     Whole,
     gradient,
     initial,
+    rates,
     shard,
     sharded_parameters,
 )
@@ -96,12 +97,13 @@ def run_dion_rank(
         owned = parameter.ranges[dp_rank]
         if owned[1] > owned[0]:
             master = mine(parameter.name, initial(by_name[parameter.name], setting.dtype), owned)
+            lr, weight_decay = rates(setting, parameter.name)
             state[parameter.name] = MatrixRange(
                 master=master,
                 momentum=torch.zeros_like(master),
                 grad=torch.empty_like(master),
-                lr=setting.lr,
-                weight_decay=setting.weight_decay,
+                lr=lr,
+                weight_decay=weight_decay,
             )
     factors = rule.first_state(plan, rank, device)
     counters = []

@@ -11,6 +11,9 @@ import torch
 
 SEQ, VOCAB, GLOBAL_BATCH = 16, 64, 8
 
+NOT_DISTRIBUTED = "without --use-distributed-optimizer"
+"""Among the flags of a run: it has megatron-core's plain optimizer."""
+
 
 class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
@@ -42,8 +45,12 @@ def flags(
     """
     if not any("param-scheduler" in word for word in extra):
         mine += "--override-opt_param-scheduler"
+    given = [*mine.split(), *extra]
+    if NOT_DISTRIBUTED in given:
+        left_out = (NOT_DISTRIBUTED, "--use-distributed-optimizer", "--overlap-param-gather")
+        given = [flag for flag in given if flag not in left_out]
     sequence_parallel = ["--sequence-parallel"] if tp > 1 else []
-    return [*cpu.default_flags(), *mine.split(), *sequence_parallel, *extra]
+    return [*cpu.default_flags(), *sequence_parallel, *given]
 
 
 def pretrain(

@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import torch
 from megatron_muon.config import MatrixConfig
 from megatron_muon.matrices import Rule
 from tests import tiny_gpt
+from tests.distributed.offline import ADAM, STEPS, convert, different, train
+from tests.distributed.test_pretrain import DMUON, pretrain_with_hooks
 from tests.distributed.training import Run, make_optimizer
 from tests.ranks import layout
 
@@ -54,14 +57,25 @@ class Adapted(torch.nn.Module):
         narrow, _ = self.adapter.linear_in(tokens)
         return output + self.adapter.linear_out(narrow)[0], bias
 
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = dict(self.to_wrap.sharded_state_dict(prefix, *args, **kwargs))
+        for name, factor in self.adapter.named_children():
+            found |= factor.sharded_state_dict(f"{prefix}adapter.{name}.", *args, **kwargs)
+        return found
+
+
+def _adapt(model: Any, rank: int) -> None:
+    """Put an adapter on each qkv."""
+    for layer in model.decoder.layers:
+        layer.self_attention.linear_qkv = Adapted(layer.self_attention.linear_qkv, rank)
+
 
 def _adapted(rank: int) -> Any:
-    """A tiny GPT, frozen, with an adapter on each qkv."""
+    """A tiny GPT, frozen, with adapters."""
     torch.manual_seed(5)
     model = tiny_gpt.build_gpt()
     model.requires_grad_(False)
-    for layer in model.decoder.layers:
-        layer.self_attention.linear_qkv = Adapted(layer.self_attention.linear_qkv, rank)
+    _adapt(model, rank)
     return model
 
 
@@ -102,3 +116,30 @@ def test_a_rule_makes_adapters_matrices(ranks: Ranks) -> None:
     assert matrices == [
         f"{prefix}.{n}.self_attention.linear_qkv.adapter.linear_out.weight" for n in (0, 1)
     ]
+
+
+def _pretrain(rank: int, *args: Any) -> Any:
+    """A run whose model has adapters; all is trained."""
+    from megatron.core.models.gpt import GPTModel
+
+    build = GPTModel.__init__
+
+    def with_adapters(model: Any, *positional: Any, **named: Any) -> None:
+        build(model, *positional, **named)
+        _adapt(model, 32)
+
+    GPTModel.__init__ = with_adapters
+    return pretrain_with_hooks(rank, *args)
+
+
+def test_convert_sends_them_where_training_does(ranks: Ranks, tmp_path: Path) -> None:
+    """Both factors have rank 32, as many as the hidden size."""
+    train(ranks, tmp_path / "adam", tmp_path / "adam", ADAM, steps=STEPS, run=_pretrain)
+    there = convert(tmp_path / "adam", tmp_path / "c", "dmuon")
+    for factor in ("linear_in", "linear_out"):
+        name = f"decoder.layers.self_attention.linear_qkv.adapter.{factor}.weight"
+        assert there.tensors[f"optimizer.state.exp_avg_sq.{name}"].shape[0] == 2
+    train(ranks, tmp_path / "c", tmp_path / "loaded", DMUON, pp=2, steps=STEPS, run=_pretrain)
+    assert different(there, tmp_path / "loaded", "") == []
+    train(ranks, tmp_path / "c", tmp_path / "on", DMUON, pp=2, run=_pretrain)
+    assert len(different(there, tmp_path / "on", "fp32_param of decoder", 1e-4)) > 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -252,6 +253,49 @@ def test_a_sum_is_told_by_the_user(runs: Runs, tmp_path: Path) -> None:
     key = "optimizer.state.momentum_buffer.decoder.layers.mlp.linear_fc2.weight"
     expected, found = (Checkpoint(f).read(key) for f in (saved.folder, tmp_path / "back"))
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0.0)
+
+
+def _flat(state: dict[str, Any]) -> dict[str, Any]:
+    """As torch's ``get_optimizer_state_dict`` flattens it."""
+    names = dict(
+        pair
+        for g in state["param_groups"]
+        for pair in zip(g["params"], g["param_names"], strict=True)
+    )
+    found = {
+        f"state.{names[i]}.{k}": v for i, kept in state["state"].items() for k, v in kept.items()
+    }
+    for group in state["param_groups"]:
+        for name in group["param_names"]:
+            options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            found |= {f"param_groups.{name}.{k}": v for k, v in options.items()}
+    return found
+
+
+def test_optimizers_in_other_containers_come_back(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A list of them, the flattened form, and the keys of torch's tutorials."""
+    saved, other = runs("dense", "dmuon")
+    content = exported(saved, tmp_path / "torch.pt", "--format", "torch-muon")
+    weights, muon, adamw = (content[key] for key in ("model", "muon", "adamw"))
+    forms: dict[str, Any] = {
+        "list": {"model": weights, "optimizers": [adamw, muon]},
+        "flat": {"model": weights, "optimizer": _flat(muon) | _flat(adamw)},
+        "tutorial": {
+            "epoch": 1,
+            "model_state_dict": weights,
+            "optimizer_state_dict": {"muon": muon, "adamw": adamw},
+        },
+    }
+    for form, whole in forms.items():
+        torch.save(whole, tmp_path / f"{form}.pt")
+        capsys.readouterr()
+        assert tool("import", tmp_path / f"{form}.pt", tmp_path / form, *like(other)) == 0
+        said = capsys.readouterr().out
+        assert "start at zero" not in said
+        assert ("entries of the file that are not used: epoch\n" in said) == (form == "tutorial")
+        _same_but_for_padding(saved.folder, tmp_path / form)
 
 
 def test_numbers_get_names_from_a_file(

@@ -15,14 +15,20 @@ from megatron_muon.checkpoint.reading import Checkpoint
 from tests.distributed.offline import (
     ADAM,
     ADAM_BUCKETS,
+    ADAM_PLAIN,
     MUON,
+    MUON_PLAIN,
+    OF,
     RANK,
+    STEPS,
+    TARGET,
     Saves,
     convert,
     different,
     digest,
     refused,
     train,
+    without_arguments,
 )
 from tests.distributed.test_checkpoint_saving import tensors_in
 from tests.distributed.test_pretrain import DMUON, ORTH_DION
@@ -78,19 +84,137 @@ def test_upstream_muon_and_dmuon_go_on_alike(
     ranks: Ranks, saved: Saves, tmp_path: Path, direction: str
 ) -> None:
     """The same momentum bit by bit, and the same next update but for the order of sums."""
-    precise = (*MUON, "--muon-fp32-matmul-prec", "high")
-    flags = (*DMUON[:2], "--bf16", "--matrix-no-split-gate-up", "--dmuon-compute-dtype", "fp32")
-    here, there = (precise, flags) if direction == "muon to dmuon" else (flags, precise)
+    flags = (*DMUON[:2], "--bf16", *LIKE_UPSTREAM)
+    here, there = ((*MUON, *PRECISE), flags)[:: 1 if direction == "muon to dmuon" else -1]
+    assert _go_on_alike(ranks, saved, tmp_path, (here, there), ("fp32_param of ",)) > 8
+
+
+@pytest.mark.parametrize("direction", ["muon to dmuon", "dmuon to muon", "muon to muon"])
+def test_upstream_muon_without_masters_and_dmuon_go_on_alike(
+    ranks: Ranks, saved: Saves, tmp_path: Path, direction: str
+) -> None:
+    """fp32 weights are the masters of megatron-core's muon, whose groups are nested otherwise."""
+    flags = {"muon": (*MUON_PLAIN, *PRECISE), "dmuon": (*DMUON[:2], *LIKE_UPSTREAM)}
+    here, there = (flags[name] for name in direction.split(" to "))
+    weights = ("decoder.", "embedding.", "output_layer.")
+    assert _go_on_alike(ranks, saved, tmp_path, (here, there), weights) > 4
+    masters = [key for key in Checkpoint(tmp_path / "c").tensors if ".fp32_param." in key]
+    assert bool(masters) == (there[1] == "dmuon")
+
+
+PRECISE = ("--muon-fp32-matmul-prec", "high")
+LIKE_UPSTREAM = ("--matrix-no-split-gate-up", "--dmuon-compute-dtype", "fp32")
+
+
+def _go_on_alike(
+    ranks: Ranks,
+    saved: Saves,
+    tmp_path: Path,
+    flags: tuple[tuple[str, ...], tuple[str, ...]],
+    weights: tuple[str, ...],
+) -> int:
+    """How many weights one step changes by a thousand times as much as the two runs are apart."""
+    here, there = flags
     source = saved(*here)
     converted = convert(source, tmp_path / "c", there[1])
-    for state in ("fp32_param of ", "momentum_buffer of ", "exp_avg of ", "exp_avg_sq of "):
+    states = (*weights, "momentum_buffer of ", "exp_avg of ", "exp_avg_sq of ")
+    for state in states:
         assert different(source, converted, state) == []
     train(ranks, source, tmp_path / "here", here)
     train(ranks, tmp_path / "c", tmp_path / "there", there)
-    for state in ("fp32_param of ", "momentum_buffer of ", "exp_avg of ", "exp_avg_sq of "):
+    for state in states:
         assert different(tmp_path / "here", tmp_path / "there", state, 1e-5) == []
-    moved = different(tmp_path / "here", source, "fp32_param of ", 1e-2)
-    assert len(moved) > 8, "one step changes weights by a thousand times as much"
+    return sum(len(different(tmp_path / "here", source, w, 1e-2)) for w in weights)
+
+
+@pytest.mark.parametrize("to", ["dmuon", "orth_dion", "adam", "muon"])
+def test_fp32_adam_without_masters_goes_on(
+    ranks: Ranks, saved: Saves, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
+) -> None:
+    """megatron-core's plain optimizer saves no masters; no weight was said to be a matrix."""
+    source = saved(*ADAM_PLAIN)
+    capsys.readouterr()
+    there = convert(source, tmp_path / "c", to, *OF.get(to, ()))
+    said = "this run saved no fp32 masters: those of the result are its fp32 weights"
+    assert (said in capsys.readouterr().out) == (to != "muon")
+    assert different(source, there, "decoder.") == []
+    if to != "muon":
+        for name in ("decoder.layers.mlp.linear_fc1.weight", "output_layer.weight"):
+            key = f"optimizer.state.{'param' if to == 'adam' else 'fp32_param'}.{name}"
+            assert there.read(key).equal(Checkpoint(source).read(name))
+    flags = MUON_PLAIN if to == "muon" else TARGET[to]
+    train(ranks, tmp_path / "c", tmp_path / "loaded", flags, steps=STEPS)
+    assert different(there, tmp_path / "loaded", "") == []
+    train(ranks, tmp_path / "loaded", tmp_path / "on", flags)
+    assert len(different(tmp_path / "on", there, "decoder.", 1e-3)) > 3
+
+
+RUN_CONFIG = """\
+_target_: megatron.bridge.training.config.ConfigContainer
+ddp:
+  _target_: megatron.bridge.training.config.DistributedDataParallelConfig
+  use_distributed_optimizer: true
+model:
+  _target_: megatron.bridge.models.gpt_provider.GPTModelProvider
+  activation_func:
+    _call_: false
+    _target_: torch.nn.functional.silu
+  gated_linear_unit: true
+  hidden_size: 32
+  kv_channels: null
+  moe_grouped_gemm: false
+  num_attention_heads: 4
+  num_query_groups: 2
+  pipeline_model_parallel_size: 1
+  tensor_model_parallel_size: 1
+optimizer:
+  _target_: megatron.bridge.training.config.OptimizerConfig
+  lr: 0.01
+  optimizer: adam
+"""
+"""Lines of what Megatron-Bridge writes, for the model of these runs."""
+
+
+def test_without_arguments_run_config_says_how_weights_are_fused(
+    ranks: Ranks, saved: Saves, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is guessed: 8 right factors of uncut weights came out where there are 14."""
+    bare = without_arguments(saved(*ADAM), tmp_path / "bare")
+    command = ("convert", str(bare), str(tmp_path / "c"), "--to", "orth_dion", *RANK)
+    for flags, weight, field, whole in (
+        ((), "self_attention.linear_qkv", "num_attention_heads", "--muon-no-split-qkv"),
+        (
+            ("--muon-no-split-qkv",),
+            "mlp.linear_fc1",
+            "gated_linear_unit",
+            "--matrix-no-split-gate-up",
+        ),
+    ):
+        said = refused(capsys, *command, *flags)
+        assert f"decoder.layers.0.{weight}.weight cannot be cut into its matrices" in said
+        assert f"{field} (there are neither saved arguments nor a run_config.yaml)" in said
+        assert f"--run-config that has 'model: {{{field}: …}}'" in said and whole in said
+    folder = Checkpoint(bare).folder
+    (folder / "run_config.yaml").write_text(RUN_CONFIG)
+    (folder / "train_state.pt").write_bytes(b"not read")
+    (folder / "tokenizer").mkdir()
+    there = convert(bare, tmp_path / "c", "orth_dion", *RANK)
+    said = capsys.readouterr().out
+    assert "copied as they are" in said and "run_config.yaml, train_state.pt" in said
+    assert "not copied" in said and "tokenizer; copy" in said
+    assert (there.folder / "run_config.yaml").read_text() == RUN_CONFIG
+    assert main(["inspect", str(tmp_path / "c"), "--hashes"]) == 0
+    with_args = convert(saved(*ADAM), tmp_path / "with", "orth_dion", *RANK)
+    assert sum(".right_factor." in key for key in there.tensors) == 14
+    assert there.tensors.keys() == with_args.tensors.keys()
+    assert different(there, with_args, "") == []
+    convert(bare, tmp_path / "c", "orth_dion", *RANK, "--overwrite")
+    train(ranks, tmp_path / "c", tmp_path / "loaded", ORTH_DION, steps=STEPS)
+    assert different(there, tmp_path / "loaded", "") == []
+    for name in ("c", "with"):
+        train(ranks, tmp_path / name, tmp_path / f"{name}_on", ORTH_DION)
+    assert different(tmp_path / "c_on", tmp_path / "with_on", "") == []
+    assert len(different(there, tmp_path / "c_on", "fp32_param of decoder", 1e-3)) > 8
 
 
 def test_right_factors_have_the_names_of_training(saved: Saves, tmp_path: Path) -> None:

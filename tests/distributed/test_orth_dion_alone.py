@@ -19,6 +19,7 @@ from tests.distributed.prescribed import (
     initial,
     model,
     parts,
+    rates,
     sharded_parameters,
 )
 from tests.distributed.prescribed_dion import (
@@ -65,8 +66,10 @@ def reference(
     )
     weights = {e.name: initial(e, torch.float64) for e in entries}
     rows = {e.name: parts(e, setting.split) for e in entries}
+    lr, decay = ({e.name: rates(setting, e.name)[which] for e in entries} for which in (0, 1))
     for step in range(setting.steps):
-        expected.step(weights, {e.name: gradient_of(e, step, torch.float64) for e in entries}, rows)
+        grads = {e.name: gradient_of(e, step, torch.float64) for e in entries}
+        expected.step(weights, grads, rows, lr=lr, weight_decay=decay)
     return weights, expected
 
 

@@ -16,6 +16,7 @@ from tests.distributed.prescribed import (
     gradient,
     initial,
     model,
+    rates,
     sharded_parameters,
 )
 from tests.distributed.prescribed_dion import DionSetting, rule_of, run_dion_rank
@@ -66,7 +67,7 @@ def updates(
         start = initial(entry, setting.dtype).double()
         copies = wholes[entry.name]
         assert all(torch.allclose(c, copies[0], rtol=0, atol=0, equal_nan=True) for c in copies)
-        moved = (start - copies[0].double()) / setting.lr
+        moved = (start - copies[0].double()) / rates(setting, entry.name)[0]
         for matrix in logical_matrices(parameter, split=setting.split):
             rows = torch.cat(
                 [torch.arange(b.shard_row, b.shard_row + b.rows) for b in matrix.blocks]
@@ -160,7 +161,7 @@ def test_one_entry_moves_one_entry(ranks: Ranks, scheme: Any, kind: str, size: f
     for name, update in updates(ranks, setting, ODD, single).items():
         expected = torch.zeros_like(update)
         expected[-1, 0] = -1.0
-        # The weight of about 1 is moved by 0.01 in fp32.
+        # The weight of about 1 is moved by 0.01 or more in fp32.
         assert (update - expected).abs().max() < 1e-4, name
 
 

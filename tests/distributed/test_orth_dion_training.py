@@ -14,6 +14,7 @@ from tests import tiny_gpt
 from tests.distributed.checkpointing import state_bytes, train_between
 from tests.distributed.layouts import CASES, Case
 from tests.distributed.training import (
+    RATES,
     Run,
     build,
     errors_against_reference,
@@ -41,8 +42,8 @@ TOLERANCE = {
 
 def settings(**changed: Any) -> MatrixConfig:
     """Updates so large that the rounding of fp32 weights is small beside them."""
-    values = {"optimizer": "orth_dion", "scale_mode": "spectral", "min_dim": 1, **changed}
-    return MatrixConfig(**values)
+    values = {"optimizer": "orth_dion", "scale_mode": "spectral", "min_dim": 1, "rules": RATES}
+    return MatrixConfig(**values | changed)
 
 
 @pytest.mark.parametrize(

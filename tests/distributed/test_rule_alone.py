@@ -19,6 +19,7 @@ from tests.distributed.prescribed import (
     model,
     parts,
     plan_of,
+    rates,
     run_rank,
     units,
 )
@@ -43,8 +44,10 @@ def reference(setting: Setting, entries: list[Whole]) -> dict[str, torch.Tensor]
         coefficients=QUINTIC,
     )
     rows = {e.name: parts(e, setting.split) for e in entries}
+    lr, decay = ({e.name: rates(setting, e.name)[which] for e in entries} for which in (0, 1))
     for step in range(setting.steps):
-        rule.step(weights, {e.name: gradient(e, step, torch.float64) for e in entries}, rows)
+        grads = {e.name: gradient(e, step, torch.float64) for e in entries}
+        rule.step(weights, grads, rows, lr=lr, weight_decay=decay)
     return weights
 
 

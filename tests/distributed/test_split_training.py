@@ -20,12 +20,12 @@ from megatron_muon.placement import (
     load_cost_table,
     write_cost_table,
 )
-from tests.distributed.training import Run, build, errors_against_reference, merged, train
+from tests.distributed.training import RATES, Run, build, errors_against_reference, merged, train
 from tests.ranks import RankFailed
 
 Ranks = Callable[..., list[Any]]
 
-SPLIT = MatrixConfig(min_dim=1, split_ranks=4, split_min_gflop=0.0)
+SPLIT = MatrixConfig(min_dim=1, split_ranks=4, split_min_gflop=0.0, rules=RATES)
 # Few matrices on many ranks: the largest are above the mean load of an owner.
 RUN = Run(
     tp=2,

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from megatron_muon.config import MatrixConfig
-from tests.distributed.training import Run, errors_against_reference, train
+from tests.distributed.training import RATES, Run, errors_against_reference, train
 from tests.reference.muon import QUINTIC
 
 Ranks = Callable[..., list[Any]]
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4)]
-SEVERAL_WAVES = MatrixConfig(exchange_buffer_mb=0.06, min_dim=1)
+RULES = MatrixConfig(min_dim=1, rules=RATES)
+SEVERAL_WAVES = MatrixConfig(exchange_buffer_mb=0.06, min_dim=1, rules=RATES)
 """So small that the tiny GPT takes several waves at every layout of two to four ranks."""
 
 
@@ -29,9 +30,9 @@ def variant(tp: int, dp: int, *, demanding: bool) -> Run:
             overlap=True,
             sequence_parallel=True,
             clip_grad=100.0,
-            config=SEVERAL_WAVES if 1 < tp * dp <= 4 else MatrixConfig(min_dim=1),
+            config=SEVERAL_WAVES if 1 < tp * dp <= 4 else RULES,
         )
-    return Run(tp=tp, dp=dp, clip_grad=0.5)
+    return Run(tp=tp, dp=dp, clip_grad=0.5, config=RULES)
 
 
 @pytest.mark.parametrize("demanding", [False, True], ids=["plain-clipped", "overlap-sp-waves"])

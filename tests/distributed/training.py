@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from megatron_muon.config import MatrixConfig
+from megatron_muon.matrices import Rule
 from megatron_muon.optim.dion_rule import seeded_right_factor
 from tests import tiny_gpt
 from tests.ranks import layout
@@ -21,6 +23,13 @@ LR, MIN_LR, WEIGHT_DECAY = 2e-2, 2e-3, 0.1
 WARMUP = 4
 GLOBAL_BATCH = 16
 BETAS, EPS = (0.9, 0.95), 1e-8
+RATES = (
+    Rule(pattern="*.linear_fc1.weight", lr_mult=1.5, wd_mult=3.0),
+    Rule(pattern="*.linear_fc2.weight", wd_mult=0.0),
+    Rule(pattern="*.linear_proj.weight", lr_mult=2.0),
+    Rule(pattern="*_layernorm.weight", lr_mult=2.0, wd_mult=0.5),
+)
+"""Rules by which parameters beside one another, experts too, have rates of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +158,11 @@ def scheduler(optimizer: Any, run: Run) -> Any:
     )
 
 
+def lr_of(schedule: Any, run: Run, factor: float) -> float:
+    """The scheduled rate of groups with a factor on it; warm-up starts at one rate for all."""
+    return float(schedule.get_lr({"max_lr": factor * run.lr, "min_lr": factor * run.lr / 10}))
+
+
 def gather(chunks: list[Any], value: str = "param") -> dict[str, torch.Tensor]:
     """Whole parameters or gradients of all chunks of a rank."""
     found: dict[str, torch.Tensor] = {}
@@ -175,6 +189,7 @@ def train(rank: int, run: Run) -> dict[str, Any]:
     )
     record: dict[str, Any] = {"losses": [], "norms": [], "zeros": [], "lrs": [], "steps": []}
     record["first"] = gather(chunks)
+    factors = {1.0} | {r.lr_mult for r in run.config.rules if r.lr_mult is not None}
     record["hashes"] = []
     for step in range(run.steps):
         optimizer.zero_grad()
@@ -185,7 +200,7 @@ def train(rank: int, run: Run) -> dict[str, Any]:
         )
         record["losses"].append(tiny_gpt.forward_backward(chunks, micro_batches, optimizer))
         gradients = gather(chunks, "main_grad") if keeps_every else None
-        record["lrs"].append(optimizer.param_groups[0]["lr"])
+        record["lrs"].append({factor: lr_of(schedule, run, factor) for factor in factors})
         succeeded, norm, zeros = optimizer.step()
         assert succeeded
         schedule.step(1)
@@ -302,6 +317,16 @@ def reference_rule(
     )
 
 
+def rates_of(run: Run, name: str, tensor: torch.Tensor) -> tuple[float, float]:
+    """(factor on the learning rate, weight decay) of a parameter, by the rules of the run."""
+    lr, decay = 1.0, 0.0 if tensor.dim() == 1 else WEIGHT_DECAY
+    for rule in run.config.rules:
+        if fnmatchcase(name, rule.pattern):
+            lr = lr if rule.lr_mult is None else rule.lr_mult
+            decay = decay if rule.wd_mult is None else WEIGHT_DECAY * rule.wd_mult
+    return lr, decay
+
+
 def errors_against_reference(
     run: Run, record: dict[str, Any], coefficients: list[tuple[float, float, float]]
 ) -> StepErrors:
@@ -314,7 +339,7 @@ def errors_against_reference(
         n: list(model.parts(n, t.shape).values()) for n, t in before.items() if is_matrix(n, t)
     }
     worst = {"matrix": 0.0, "scalar": 0.0, "norm": 0.0, "zeros": 0.0}
-    for (gradients, weights), lr, norm, zeros in zip(
+    for (gradients, weights), lrs, norm, zeros in zip(
         record["steps"], record["lrs"], record["norms"], record["zeros"], strict=True
     ):
         exact = {name: grad.double() for name, grad in gradients.items()}
@@ -325,14 +350,12 @@ def errors_against_reference(
         old = {name: tensor.double() for name, tensor in before.items()}
         matrices = {n: t for n, t in old.items() if n in parts}
         scalars = {n: t for n, t in old.items() if n not in matrices}
+        rates = {name: rates_of(run, name, tensor) for name, tensor in old.items()}
+        etas = {name: lrs[factor] for name, (factor, _) in rates.items()}
+        decays = {name: decay for name, (_, decay) in rates.items()}
         expected = matrix_rule.step(
-            matrices, {n: clipped[n] for n in matrices}, parts, lr=lr
-        ) | adamw.step(
-            scalars,
-            {n: clipped[n] for n in scalars},
-            lr=lr,
-            weight_decay={n: 0.0 for n, t in scalars.items() if t.dim() == 1},
-        )
+            matrices, {n: clipped[n] for n in matrices}, parts, lr=etas, weight_decay=decays
+        ) | adamw.step(scalars, {n: clipped[n] for n in scalars}, lr=etas, weight_decay=decays)
         for name, update in expected.items():
             got = weights[name].double() - before[name].double()
             kind = "matrix" if name in matrices else "scalar"

@@ -62,6 +62,17 @@ def scale_of(mode: str, rows: int, columns: int) -> float:
     raise ValueError(f"unknown scale mode {mode}")
 
 
+Rate = float | Mapping[str, float] | None
+"""One for all parameters, or by name; None, and names that it lacks, for the constructor's."""
+
+
+def rate_of(rate: Rate, name: str, default: float) -> float:
+    """A learning rate or weight decay of one parameter."""
+    if isinstance(rate, Mapping):
+        return rate.get(name, default)
+    return default if rate is None else rate
+
+
 class ReferenceMuon:
     """Muon with EMA momentum and decoupled weight decay, one logical matrix at a time.
 
@@ -94,8 +105,8 @@ class ReferenceMuon:
         grads: dict[str, Tensor],
         parts: dict[str, list[Tensor]],
         *,
-        lr: float | None = None,
-        weight_decay: float | None = None,
+        lr: Rate = None,
+        weight_decay: Rate = None,
     ) -> dict[str, Tensor]:
         """Updates the parameters in place and returns new − old.
 
@@ -106,11 +117,11 @@ class ReferenceMuon:
             lr: η of this step, if not the constructor's.
             weight_decay: λ of this step, if not the constructor's.
         """
-        eta = self.lr if lr is None else lr
-        decay = self.weight_decay if weight_decay is None else weight_decay
         beta = self.momentum
         updates = {}
         for name, weight in params.items():
+            eta = rate_of(lr, name, self.lr)
+            decay = rate_of(weight_decay, name, self.weight_decay)
             grad = grads[name].double()
             if name not in self.momenta:
                 self.momenta[name] = torch.zeros_like(weight)
@@ -150,8 +161,8 @@ class ReferenceAdamW:
         params: dict[str, Tensor],
         grads: dict[str, Tensor],
         *,
-        lr: float | None = None,
-        weight_decay: float | Mapping[str, float] | None = None,
+        lr: Rate = None,
+        weight_decay: Rate = None,
     ) -> dict[str, Tensor]:
         """Updates float64 parameters of any shape in place and returns new − old.
 
@@ -159,25 +170,19 @@ class ReferenceAdamW:
             params: Name → float64 tensor.
             grads: Name → gradient, for each parameter.
             lr: η of this step, if not the constructor's.
-            weight_decay: λ of this step, if not the constructor's; a mapping gives it by name,
-                and the constructor's holds for the names it lacks.
+            weight_decay: λ of this step, if not the constructor's.
         """
-        eta = self.lr if lr is None else lr
         self.steps += 1
         beta1, beta2 = self.betas
         updates = {}
         for name, weight in params.items():
+            eta = rate_of(lr, name, self.lr)
+            decay = rate_of(weight_decay, name, self.weight_decay)
             grad = grads[name].double()
             first = self.first.get(name, torch.zeros_like(weight))
             second = self.second.get(name, torch.zeros_like(weight))
             self.first[name] = first = beta1 * first + (1.0 - beta1) * grad
             self.second[name] = second = beta2 * second + (1.0 - beta2) * grad * grad
-            if weight_decay is None:
-                decay = self.weight_decay
-            elif isinstance(weight_decay, Mapping):
-                decay = weight_decay.get(name, self.weight_decay)
-            else:
-                decay = weight_decay
             mean = first / (1.0 - beta1**self.steps)
             spread = torch.sqrt(second / (1.0 - beta2**self.steps)) + self.eps
             old = weight.clone()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tests.reference.muon import scale_of
+from tests.reference.muon import Rate, rate_of, scale_of
 
 
 def gram_schmidt(columns: Tensor) -> Tensor:
@@ -118,8 +118,8 @@ class ReferenceOrthDion:
         grads: dict[str, Tensor],
         parts: dict[str, list[Tensor]],
         *,
-        lr: float | None = None,
-        weight_decay: float | None = None,
+        lr: Rate = None,
+        weight_decay: Rate = None,
     ) -> dict[str, Tensor]:
         """Updates the parameters in place and returns new − old.
 
@@ -130,10 +130,10 @@ class ReferenceOrthDion:
             lr: η of this step, if not the constructor's.
             weight_decay: λ of this step, if not the constructor's.
         """
-        eta = self.lr if lr is None else lr
-        decay = self.weight_decay if weight_decay is None else weight_decay
         updates = {}
         for name, weight in params.items():
+            eta = rate_of(lr, name, self.lr)
+            decay = rate_of(weight_decay, name, self.weight_decay)
             grad = grads[name].double()
             old = weight.clone()
             matrices = {name: torch.arange(weight.shape[0])}

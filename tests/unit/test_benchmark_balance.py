@@ -17,7 +17,7 @@ def rows() -> list[BalanceRow]:
 def test_every_model_is_within_five_percent_or_at_what_is_possible(rows: list[BalanceRow]) -> None:
     """At the bound but for parts that differ by one row; whole where splitting gains no tenth.
 
-    And two rows where parts do not fill nodes: all of one matrix are on one, which the bound ignores.
+    And two rows where parts do not fill nodes: those of a matrix are on one, unlike in the bound.
     """
     assert len(rows) == 40
     missed = [row for row in rows if row.reached > max(1.05, 1.001 * row.bound)]

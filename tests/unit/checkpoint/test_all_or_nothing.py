@@ -9,6 +9,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -242,7 +243,12 @@ def test_the_number_of_a_killed_run_may_come_again(written: Path) -> None:
 
 
 def test_nothing_comes_between_two_names(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C after the old checkpoint gave its name up waits until the new one has it."""
+    """Ctrl-C after the old checkpoint gave its name up waits until the new one has it.
+
+    Also in a process with another thread, which blocks no signal and may be the one that gets it.
+    """
+    is_over = threading.Event()
+    threading.Thread(target=is_over.wait, daemon=True).start()
     renamed = []
 
     def interrupted(self: Path, target: Path) -> None:
@@ -253,6 +259,7 @@ def test_nothing_comes_between_two_names(written: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(Path, "rename", interrupted)
     with pytest.raises(KeyboardInterrupt):
         write_checkpoint(written, output(), overwrite=True)
+    is_over.set()
     assert renamed[-1] == written.name and len(renamed) == 2
     assert torch.equal(Checkpoint(written).read("a"), WHOLE)
     assert left_behind(written) == []

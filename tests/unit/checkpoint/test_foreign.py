@@ -11,6 +11,7 @@ import torch
 
 from megatron_muon.checkpoint.errors import CheckpointError
 from megatron_muon.checkpoint.foreign import read_foreign, read_names
+from megatron_muon.checkpoint.momenta import Convention, conversion_factor
 from megatron_muon.checkpoint.torch_files import write_torch_file
 
 PLAIN: dict[str, Any] = {
@@ -50,10 +51,19 @@ def _state(value: object) -> dict[str, Any]:
 def test_a_plain_file_is_checked(tmp_path: Path, change: dict[str, Any], said: str) -> None:
     torch.save(PLAIN, tmp_path / "right.pt")
     found = read_foreign(tmp_path / "right.pt")
-    assert found.names == {"a"} and found.step == 3
+    assert found.names == {"a"} and found.steps == {3}
     torch.save(PLAIN | change, tmp_path / "wrong.pt")
     with pytest.raises(CheckpointError, match=said):
         read_foreign(tmp_path / "wrong.pt")
+
+
+def test_how_momenta_are_kept_is_not_guessed(tmp_path: Path) -> None:
+    """Only where it matters."""
+    torch.save(PLAIN | {"momentum": None}, tmp_path / "file.pt")
+    kept = read_foreign(tmp_path / "file.pt").momenta["a"]
+    assert conversion_factor(kept, Convention(kind="average", factor=0.5)) == 1.0
+    with pytest.raises(CheckpointError, match="does not say how its momenta are kept"):
+        conversion_factor(kept, Convention(kind="sum", factor=0.5))
 
 
 @pytest.mark.parametrize(
@@ -72,10 +82,10 @@ def test_numbers_have_one_name_each(tmp_path: Path, groups: list[Any], said: str
     names = read_names(tmp_path / "names")
     state = {"state": {0: {"momentum_buffer": torch.ones(2, 2)}}, "param_groups": groups}
     torch.save(state | {"param_groups": [{"params": [0, 1], "momentum": 0.9}]}, tmp_path / "right")
-    assert read_foreign(tmp_path / "right", names=names).names == {"a"}
+    assert read_foreign(tmp_path / "right", names=[names]).names == {"a"}
     torch.save(state, tmp_path / "wrong")
     with pytest.raises(CheckpointError, match=said):
-        read_foreign(tmp_path / "wrong", names=names)
+        read_foreign(tmp_path / "wrong", names=[names])
 
 
 def test_a_file_of_torch_is_not_named_otherwise(tmp_path: Path) -> None:

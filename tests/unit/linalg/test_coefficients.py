@@ -28,10 +28,31 @@ INTERVALS = [
 ]
 
 
+# Name, steps, largest slope on [0, 1].
+SLOPES = [
+    ("simple", 1, 3.4),
+    ("simple", 5, 485),
+    ("quintic", 5, 493),
+    ("polar_express", 8, 6.4e3),
+    ("cans", 5, 4.9e4),
+    ("aol", 4, 130),
+    ("deepseekv4", 10, 7.9e4),
+]
+
+
 def polynomial(sigma: torch.Tensor, schedule) -> torch.Tensor:
     for a, b, c in schedule:
         sigma = a * sigma + b * sigma**3 + c * sigma**5
     return sigma
+
+
+def largest_slope(schedule) -> float:
+    sigma = torch.linspace(0, 1, 20_001, dtype=torch.float64)
+    slope = torch.ones_like(sigma)
+    for a, b, c in schedule:
+        slope *= a + 3 * b * sigma**2 + 5 * c * sigma**4
+        sigma = a * sigma + b * sigma**3 + c * sigma**5
+    return float(slope.abs().max())
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -63,6 +84,12 @@ def test_singular_values_land_in_the_documented_interval(name, steps, low, high)
     assert high - 0.003 <= after.max() <= high
 
 
+@pytest.mark.parametrize(("name", "steps", "documented"), SLOPES)
+def test_the_largest_slope_is_the_documented_one(name, steps, documented):
+    found = largest_slope(coefficient_schedule(name, steps))
+    assert found == pytest.approx(documented, rel=0.02)
+
+
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "aol"])
 def test_no_singular_value_changes_sign(name):
     sigma = torch.logspace(-6, 0, 20_001, dtype=torch.float64)
@@ -83,12 +110,14 @@ def test_aol_is_right_below_its_root_and_reverses_above_as_documented():
     assert above.max() < 0
 
 
-def test_a_set_that_diverges_in_bf16_is_refused_there_and_only_there():
-    with pytest.raises(ValueError, match=r"cans diverges .* Type --dmuon-compute-dtype fp32"):
-        coefficient_schedule("cans", 5, compute_dtype=torch.bfloat16)
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
+def test_a_set_that_diverges_in_16_bits_is_refused_there_and_only_there(narrow):
+    said = rf"cans diverges .* in {narrow}\. Type --dmuon-compute-dtype fp32"
+    with pytest.raises(ValueError, match=said):
+        coefficient_schedule("cans", 5, compute_dtype=narrow)
     assert coefficient_schedule("cans", 5, compute_dtype=torch.float32)
     for name in set(PUBLISHED) - {"cans"}:
-        assert coefficient_schedule(name, 4, compute_dtype=torch.bfloat16)
+        assert coefficient_schedule(name, 4, compute_dtype=narrow)
 
 
 def test_fewer_steps_take_the_first_triples():

@@ -13,9 +13,11 @@ from megatron_muon.linalg import (
     coefficient_schedule,
     newton_schulz,
     newton_schulz_flops,
+    orthogonalize_,
     standard_segments,
 )
-from tests.unit.linalg.test_newton_schulz import SETS, error, exact, random
+from tests.unit.linalg.test_coefficients import largest_slope
+from tests.unit.linalg.test_newton_schulz import BF16_SETS, SETS, error, exact, random
 from tests.unit.optim.whole_matrices import rotation
 
 FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -29,10 +31,14 @@ def cut(schedule, lengths):
 
 
 def spectrum(m, n, power, *, dtype=FP32) -> torch.Tensor:
-    """A batch of 2 with singular values i^-power."""
+    """A batch of 2 with singular values i^-power; of rank one for an infinite power."""
     sigma = torch.arange(1, m + 1, dtype=FP64) ** -power
-    both = [(rotation(m, m, seed=s) * sigma) @ rotation(n, m, seed=s + 9).T for s in (0, 1)]
-    return torch.stack(both).to(dtype)
+    return torch.stack([with_sigma(sigma, n, seed=seed) for seed in (0, 1)]).to(dtype)
+
+
+def with_sigma(sigma, n, *, seed) -> torch.Tensor:
+    m = len(sigma)
+    return (rotation(m, m, seed=seed) * sigma) @ rotation(n, m, seed=seed + 9).T
 
 
 @pytest.mark.parametrize("lengths", [(1, 1, 1, 1, 1), (2, 3), (3, 2), (1, 4), (2, 1, 2), (5,)])
@@ -52,15 +58,44 @@ def test_block_rows_make_up_the_products(shape, form):
 
 
 @pytest.mark.parametrize(("name", "steps"), SETS)
-def test_carried_segments_hold_the_schedule_and_bound_the_growth_of_rounding(name, steps):
+@pytest.mark.parametrize(("dtype", "largest"), [(FP64, 300), (FP32, 300), (FP16, 100)], ids=str)
+def test_carried_segments_hold_the_schedule_and_bound_the_growth_of_rounding(
+    name, steps, dtype, largest
+):
     schedule = coefficient_schedule(name, steps)
-    segments = carried_segments(schedule)
+    segments = carried_segments(schedule, dtype)
     assert tuple(step for segment in segments for step in segment) == schedule
     for segment in segments:
         growth = 1.0
         for a, _, _ in segment[:-1]:
             growth *= a**2
-        assert growth <= 300
+        assert growth <= largest
+
+
+SHAPES = [(1, 64), (2, 2), (5, 5), (8, 40), (48, 48), (64, 160)]
+POWERS = [0.0, 0.5, 1.0, 1.5, 3.0, 12.0, float("inf")]
+
+
+@pytest.mark.parametrize("form", [standard_segments, carried_segments])
+@pytest.mark.parametrize(("name", "steps"), SETS)
+def test_the_error_is_bounded_by_the_slope_for_every_spectrum(name, steps, form):
+    """The bound that ``newton_schulz`` states, for matrices of any rank; random ones are nearer."""
+    schedule = coefficient_schedule(name, steps)
+    bound, segments = 8 * 2.0**-24 * largest_slope(schedule), form(schedule)
+    for m, n in SHAPES:
+        both = random((20 if m < 24 else 4, m, n), dtype=FP32)
+        found = newton_schulz(both, schedule, compute_dtype=FP32, segments=segments)
+        assert error(found, exact(both, schedule)) < (bound if m < 32 else min(bound, 1e-4))
+        for power in POWERS:
+            x = spectrum(m, n, power)
+            found = newton_schulz(x, schedule, compute_dtype=FP32, segments=segments)
+            assert error(found, exact(x, schedule)) < bound, (m, n, power)
+
+
+def test_a_whole_schedule_in_one_segment_breaks_that_bound():
+    schedule, x = coefficient_schedule("polar_express", 8), spectrum(64, 160, 12.0)
+    found = newton_schulz(x, schedule, compute_dtype=FP32, segments=(schedule,))
+    assert not error(found, exact(x, schedule)) < 8 * 2.0**-24 * largest_slope(schedule)
 
 
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.5], ids="power {}".format)
@@ -93,9 +128,30 @@ def test_fp16_carried_on_is_nearer_than_bf16(name, steps):
     schedule = coefficient_schedule(name, steps)
     x = spectrum(64, 160, 0.5)
     expected = exact(x, schedule)
-    half = newton_schulz(x, schedule, compute_dtype=FP16, segments=carried_segments(schedule))
+    half = newton_schulz(x, schedule, compute_dtype=FP16, segments=carried_segments(schedule, FP16))
     brain = newton_schulz(x, schedule, compute_dtype=BF16)
     assert error(half, expected) < error(brain, expected)
+
+
+@pytest.mark.parametrize(("name", "steps"), BF16_SETS)
+def test_fp16_carried_on_lifts_no_singular_value_beyond_the_set(name, steps):
+    """With segments as long as those of fp32 the quintic set lifts some to 3.6, twice to inf."""
+    schedule = coefficient_schedule(name, steps)
+    segments = carried_segments(schedule, FP16)
+    for m, n in [(5, 5), (16, 40)]:
+        sigma = torch.full((m,), 0.03, dtype=FP64)
+        sigma[0] = 1.0
+        x = torch.stack([with_sigma(sigma, n, seed=seed) for seed in range(8)]).float()
+        found = newton_schulz(x, schedule, compute_dtype=FP16, segments=segments)
+        assert torch.linalg.matrix_norm(found, ord=2).max() < 1.25
+
+
+def test_bf16_carried_on_diverges():
+    """Why ``cheapest_segments`` does not choose it."""
+    schedule, x = coefficient_schedule("deepseekv4", 10), spectrum(96, 256, 1.5)
+    carried = carried_segments(schedule)
+    found = newton_schulz(x, schedule, compute_dtype=BF16, segments=carried)
+    assert not found.abs().max() < 1e3
 
 
 @pytest.mark.parametrize("compute_dtype", [FP64, FP32], ids=str)
@@ -139,7 +195,21 @@ def test_costs_of_design_are_met():
 )
 def test_the_form_is_chosen_by_count_and_dtype(shape, dtype, carried):
     segments = cheapest_segments(*shape, QUINTIC, dtype, CPU)
-    assert segments == (carried_segments(QUINTIC) if carried else standard_segments(QUINTIC))
+    assert segments == (carried_segments(QUINTIC, dtype) if carried else standard_segments(QUINTIC))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compute_dtype", "most"),
+    [(FP32, FP32, 16), (BF16, BF16, 16), (BF16, FP16, 16), (FP32, BF16, 16), (FP32, FP64, 40)],
+    ids=str,
+)
+def test_the_memory_of_an_iteration_is_bounded_by_its_matrices(dtype, compute_dtype, most):
+    """What ``optim.muon.MOST_ELEMENTS`` relies on."""
+    for shape in [(2, 40, 40), (2, 40, 55), (2, 60, 40), (2, 40, 200)]:
+        space = Workspace()
+        x = random(shape, dtype=dtype)
+        orthogonalize_(x, QUINTIC, compute_dtype=compute_dtype, workspace=space)
+        assert space.nbytes <= most * x.numel()
 
 
 @pytest.mark.parametrize("compute_dtype", [FP32, BF16], ids=str)

@@ -62,6 +62,19 @@ def test_below_full_rank_noise_gets_no_weight(kind, rank, dtype):
     assert (torch.linalg.svdvals(u @ used.mT)[0, :12] - 1).abs().max() < 1e-4
 
 
+def test_directions_of_rounding_alone_do_not_enter_the_update_even_where_u_has_them():
+    """In B V rounding can look like content; in Bᵀ U it is below one eps (``RANK_TOLERANCE``)."""
+    extra = 0
+    for seed in range(40):
+        b = random((1, 96, 20), dtype=FP32, seed=seed) @ random((1, 20, 64), dtype=FP32, seed=100)
+        u, used, _, _ = dion_update(b, random((1, 64, 32), dtype=FP32, seed=seed), "qr")
+        extra += int((u != 0).any(dim=-2).sum()) - 20
+        assert (used != 0).any(dim=-2).sum() == 20
+        diagonal = torch.linalg.qr(b.mT @ u).R.diagonal(dim1=-2, dim2=-1).abs()
+        assert diagonal[..., 20:].max() < 10 * torch.finfo(FP32).eps * diagonal.max()
+    assert extra > 0
+
+
 @ISOMETRIES
 def test_without_momentum_a_gradient_in_new_directions_is_found(kind):
     # After the first step V's leading columns lie where the second gradient has nothing.

@@ -6,11 +6,12 @@ import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from megatron_muon.matrices import ShardedParameter, SplitMode, logical_matrices
-from megatron_muon.placement import ExchangeGroup, Plan, make_plan
+from megatron_muon.placement import ExchangeGroup, Plan, make_plan, schemes
 from tests.distributed.prescribed import Whole
 from tests.unit.placement.stages import (
     UNBOUNDED,
@@ -121,6 +122,22 @@ def test_other_waves_give_another_digest() -> None:
     free, bounded = stage.plan(), stage.plan(buffer_bytes=6_000)
     assert free.main.waves != bounded.main.waves
     assert free.digest != bounded.digest
+
+
+def _changed(data: Any, but: str) -> list[Any]:
+    """The same data with another value in one field, for each field."""
+    names = [f.name for f in dataclasses.fields(data) if f.name != but]
+    return [dataclasses.replace(data, **{name: "another"}) for name in names]
+
+
+@pytest.mark.parametrize("kind", [schemes.Whole, schemes.Factors, schemes.Panels])
+def test_every_field_of_a_plan_and_of_its_schemes_is_in_the_digest(kind: Any) -> None:
+    """Also one that follows from others in the plans that are made today."""
+    scheme = kind(**dict.fromkeys((f.name for f in dataclasses.fields(kind)), ()))
+    plan = dataclasses.replace(_plan(), schemes=(scheme,))
+    others = _changed(plan, "schemes")
+    others += [dataclasses.replace(plan, schemes=(s,)) for s in _changed(scheme, "shares")]
+    assert len({other.digest for other in (plan, *others)}) == 1 + len(others)
 
 
 def _runs(stage: Stage, plan: Plan, index: int, *, copies: bool) -> list[tuple[int, list[int]]]:
