@@ -32,7 +32,7 @@ benchmark: setup ## AdamW, megatron-core's own muon, dmuon and Orth-Dion side by
 	$(PY) -m benchmarks
 
 support-matrix: export OMP_NUM_THREADS := 1
-support-matrix: setup ## train every model at every layout and put the table into the README
+support-matrix: setup ## train every model at every layout and put the table into docs/support.md
 	$(PY) -m pytest -q tests/distributed/test_layouts.py
 	$(PY) tools/support_matrix.py
 

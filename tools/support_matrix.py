@@ -1,4 +1,4 @@
-"""Puts the table of tested layouts into the README, from what the last test run found.
+"""Puts the table of tested layouts into docs/support.md, from what the last test run found.
 
     make support-matrix
 
@@ -44,7 +44,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Rewrite the part of the README between the marks."""
+    """Rewrite the part of docs/support.md between the marks."""
     path = ROOT / "build" / "layouts.json"
     if not path.exists():
         print(f"{path.name} is missing: type make support-matrix")
@@ -54,11 +54,11 @@ def main() -> int:
     if missing:
         print(f"not in {path.name}: {', '.join(missing)}; type make support-matrix")
         return 1
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
+    page = ROOT / "docs" / "support.md"
+    text = page.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    readme.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{after}", encoding="utf-8")
+    page.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{after}", encoding="utf-8")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Every (model, layout) that is trained and compared with one process; the README's table."""
+"""Every (model, layout) that is trained and compared with one process; the table of docs/support.md."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Every case runs with several buckets and overlapped reduction, and with sequence parallelism where
 TP cuts. What was found is written to ``build/layouts.json``, of which ``tools/support_matrix.py``
-makes the README's table.
+makes the table of docs/support.md.
 """
 
 from __future__ import annotations

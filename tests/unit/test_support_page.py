@@ -1,4 +1,4 @@
-"""The README's table of layouts is that of the cases which the tests train."""
+"""The table of layouts in docs/support.md is that of the cases which the tests train."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_table_of_layouts_is_that_of_the_tests() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    written = readme.partition(BEGIN)[2].partition(END)[0].strip().splitlines()
+    page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+    written = page.partition(BEGIN)[2].partition(END)[0].strip().splitlines()
     expected = table({case.name: {"matrix": 0.0} for case in CASES}).splitlines()
     assert [row.split("|")[:3] for row in written] == [row.split("|")[:3] for row in expected]
 
