@@ -1,4 +1,4 @@
-"""Every (model, layout) that is trained and compared with one process; the table of docs/support.md."""
+"""Every (model, layout) that is trained and compared with one process: docs/support.md lists them."""
 
 from __future__ import annotations
 
