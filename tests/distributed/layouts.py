@@ -1,4 +1,4 @@
-"""Every (model, layout) that is trained and compared with one process: docs/support.md lists them."""
+"""Every (model, layout) that is trained and compared with one process, as in docs/support.md."""
 
 from __future__ import annotations
 
