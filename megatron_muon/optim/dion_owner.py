@@ -136,6 +136,8 @@ class OwnedMatrices:
         for group in self._groups:
             group.u = group.basis.settled(is_unsettled)
             del group.basis
+        if not any(group.is_assembled for group in self._groups):
+            self._mail.close(SOURCE)
 
     def send_bases(self) -> None:
         """U, to the holders; of these matrices the owner needs it no longer."""
