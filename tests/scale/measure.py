@@ -1,0 +1,153 @@
+"""Counts one step of cases, each in a process of its own that has Megatron imported.
+
+    python -m tests.scale.measure 'llama3-8b on 64: dmuon' …
+
+prints a line of JSON for each case, in their order: its figures, or a traceback. It is a process
+apart from the tests' own, in which Megatron runs on CPU stand-ins.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.scale.models import CASES, Case
+
+PROCESSES = 2
+SECONDS = 240
+"""That the figures of one case may take."""
+
+_ROOT = Path(__file__).resolve().parents[2]
+_BUFFER_FLAG = "--matrix-exchange-buffer-mb"
+
+
+def measure(names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Figures of each case by ``python -m tests.scale.measure``, in their order.
+
+    Raises:
+        RuntimeError: A case failed; with the traceback.
+    """
+    command = [sys.executable, "-m", "tests.scale.measure", *names]
+    environment = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                yield json.loads(line)
+        finally:
+            process.terminate()
+
+
+def _print_all(names: Sequence[str]) -> None:
+    warnings.filterwarnings("ignore")
+    _import_megatron()
+    # A process is one rank of one world for its whole life.
+    fork = multiprocessing.get_context("fork")
+    with fork.Pool(PROCESSES, initializer=_be_quiet, maxtasksperchild=1) as pool:
+        waiting = [pool.apply_async(_count, (CASES[name],)) for name in names]
+        for result in waiting:
+            try:
+                found = result.get(timeout=SECONDS)
+            except Exception:
+                found = {"error": traceback.format_exc()}
+            print(json.dumps(found), flush=True)
+
+
+def _import_megatron() -> None:
+    from megatron_muon.dry_run import fake_cuda
+
+    # First: Megatron asks for a device while it is imported.
+    fake_cuda.install()
+    import megatron.training.training
+    import torch._dynamo
+
+    import megatron_muon.dry_run.step
+    import megatron_muon.integration.builder  # noqa: F401
+
+
+def _be_quiet() -> None:
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nothing, stream)
+
+
+def _count(case: Case) -> dict[str, Any]:
+    """Figures of a case; where it is refused, with the buffer that the refusal names."""
+    from megatron_muon.integration.support import ConfigurationError
+
+    # Half of the refused ones would be enough to fork for: what is refused has changed nothing.
+    try:
+        return _figures_of(case, [])
+    except ConfigurationError as refusal:
+        found = re.search(rf"type {_BUFFER_FLAG} (\d+)", str(refusal))
+        if found is None:
+            raise
+        named = found[1]
+    return {"refused_without_buffer_mb": int(named)} | _figures_of(case, [_BUFFER_FLAG, named])
+
+
+def _figures_of(case: Case, flags: Sequence[str]) -> dict[str, Any]:
+    import torch
+
+    from megatron_muon.dry_run.script import build
+
+    built = build(
+        [*case.command, *flags], world_size=case.layout.world_size, rank=case.rank
+    )
+    with built.mode:
+        return {
+            part.setup.domain.name: _domain(part.plan, part.rule, torch.device("cuda"))
+            for part in built.optimizer.chained_optimizers
+            if getattr(part, "plan", None) is not None
+        }
+
+
+def _domain(plan: Any, rule: Any, device: Any) -> dict[str, Any]:
+    ranks, loads = range(plan.group.size), plan.loads
+    by_memory = max(ranks, key=lambda rank: loads[rank].peak_buffer_bytes)
+    by_flops = max(ranks, key=lambda rank: loads[rank].flops)
+    return {
+        "ranks": plan.group.size,
+        "matrices": len(plan.matrices),
+        "split_matrices": sum(len(scheme.ranks) > 1 for scheme in plan.schemes),
+        "waves": len(plan.main.waves) + len(plan.split.waves),
+        "all_flops": sum(load.flops for load in loads),
+        "all_sent_bytes": sum(load.sent_bytes for load in loads),
+        "most_sent_bytes": max(load.sent_bytes for load in loads),
+        "most_memory": _rank(plan, rule, by_memory, device),
+        "most_flops": _rank(plan, rule, by_flops, device),
+    }
+
+
+def _rank(plan: Any, rule: Any, rank: int, device: Any) -> dict[str, int]:
+    from megatron_muon.dry_run.step import count_step
+
+    counted, planned = count_step(plan, rule, rank, device), plan.loads[rank]
+    return {
+        "rank": rank,
+        "transient_bytes": counted.transient_bytes,
+        "planned_bytes": planned.peak_buffer_bytes,
+        "flops": counted.flops,
+        "planned_flops": planned.flops,
+        "sent_bytes": counted.sent_bytes,
+        "planned_sent_bytes": planned.sent_bytes,
+        "received_bytes": counted.received_bytes,
+        "planned_received_bytes": planned.received_bytes,
+        "launches": counted.launches,
+        "slow_tensors": sum(counted.slow.values()),
+        "host_reads": counted.host_reads,
+        "messages": counted.messages,
+    }
+
+
+if __name__ == "__main__":
+    _print_all(sys.argv[1:])
