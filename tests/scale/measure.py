@@ -8,10 +8,11 @@ apart from the tests' own, in which Megatron runs on CPU stand-ins.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
-import re
+import signal
 import subprocess
 import sys
 import traceback
@@ -27,24 +28,24 @@ SECONDS = 240
 """That the figures of one case may take."""
 
 _ROOT = Path(__file__).resolve().parents[2]
-_BUFFER_FLAG = "--matrix-exchange-buffer-mb"
 
 
 def measure(names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Figures of each case by ``python -m tests.scale.measure``, in their order.
-
-    Raises:
-        RuntimeError: A case failed; with the traceback.
-    """
+    """Figures of each case, in their order, from a process of their own."""
     command = [sys.executable, "-m", "tests.scale.measure", *names]
     environment = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE) as process:
+    # A session of its own: its end takes the forks with it.
+    with subprocess.Popen(
+        command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
         assert process.stdout is not None
         try:
-            for line in process.stdout:
-                yield json.loads(line)
+            for _ in names:
+                line = process.stdout.readline()
+                yield json.loads(line or '{"error": "the measuring process has ended"}')
         finally:
-            process.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _print_all(names: Sequence[str]) -> None:
@@ -81,34 +82,28 @@ def _be_quiet() -> None:
 
 
 def _count(case: Case) -> dict[str, Any]:
-    """Figures of a case; where it is refused, with the buffer that the refusal names."""
-    from megatron_muon.integration.support import ConfigurationError
-
-    # Half of the refused ones would be enough to fork for: what is refused has changed nothing.
-    try:
-        return _figures_of(case, [])
-    except ConfigurationError as refusal:
-        found = re.search(rf"type {_BUFFER_FLAG} (\d+)", str(refusal))
-        if found is None:
-            raise
-        named = found[1]
-    return {"refused_without_buffer_mb": int(named)} | _figures_of(case, [_BUFFER_FLAG, named])
-
-
-def _figures_of(case: Case, flags: Sequence[str]) -> dict[str, Any]:
+    """Figures of every exchange domain of the stage."""
     import torch
 
     from megatron_muon.dry_run.script import build
+    from megatron_muon.linalg import products
+    from megatron_muon.linalg.kernels import SymmetricKernel
 
-    built = build(
-        [*case.command, *flags], world_size=case.layout.world_size, rank=case.rank
-    )
+    # Neither that the package is installed nor its check is part of a step.
+    kernel = SymmetricKernel(name="one launch", function=_symmetric_product)
+    products.symmetric_kernel = lambda device, dtype: kernel if case.has_kernel else None
+    built = build(case.command, world_size=case.layout.world_size, rank=case.rank)
     with built.mode:
         return {
             part.setup.domain.name: _domain(part.plan, part.rule, torch.device("cuda"))
             for part in built.optimizer.chained_optimizers
             if getattr(part, "plan", None) is not None
         }
+
+
+def _symmetric_product(a: Any, c: Any, *, alpha: float, beta: float) -> Any:
+    """A Triton kernel to the counters: one launch and a new matrix."""
+    return a @ a.mT
 
 
 def _domain(plan: Any, rule: Any, device: Any) -> dict[str, Any]:
