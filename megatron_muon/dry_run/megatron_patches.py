@@ -98,7 +98,9 @@ def _build_hybrid_layers() -> None:
             if spec is old:
                 return new
         if isinstance(spec, functools.partial):
-            return functools.partial(spec.func, **{k: localized(v) for k, v in spec.keywords.items()})
+            return functools.partial(
+                spec.func, **{k: localized(v) for k, v in spec.keywords.items()}
+            )
         if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
             values = {f.name: localized(getattr(spec, f.name)) for f in dataclasses.fields(spec)}
             return type(spec)(**values)

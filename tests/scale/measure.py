@@ -9,6 +9,7 @@ apart from the tests' own, in which Megatron runs on CPU stand-ins.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -68,11 +69,13 @@ def _import_megatron() -> None:
 
     # First: Megatron asks for a device while it is imported.
     fake_cuda.install()
-    import megatron.training.training
-    import torch._dynamo
-
-    import megatron_muon.dry_run.step
-    import megatron_muon.integration.builder  # noqa: F401
+    for name in (
+        "megatron.training.training",
+        "megatron_muon.dry_run.step",
+        "megatron_muon.integration.builder",
+        "torch._dynamo",
+    ):
+        importlib.import_module(name)
 
 
 def _be_quiet() -> None:

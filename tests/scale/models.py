@@ -90,7 +90,6 @@ _MODELS = {
 }
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """A model, a number of ranks, and how it is cut.
@@ -160,9 +159,7 @@ LAYOUTS = (
         ends=(3, 2),
         stages=("middle", "first"),
     ),
-    Layout(
-        model="kimi-k2", world_size=1024, pp=16, ep=32, ends=(3, 2), stages=("middle", "first")
-    ),
+    Layout(model="kimi-k2", world_size=1024, pp=16, ep=32, ends=(3, 2), stages=("middle", "first")),
     Layout(model="nemotron-h-56b", world_size=512, tp=8, pp=4),
 )
 _OPTIMIZERS = {
