@@ -120,6 +120,7 @@ def _domain(plan: Any, rule: Any, device: Any) -> dict[str, Any]:
         "waves": len(plan.main.waves) + len(plan.split.waves),
         "all_flops": sum(load.flops for load in loads),
         "all_sent_bytes": sum(load.sent_bytes for load in loads),
+        "all_whole_bytes": sum(plan.whole_matrix_bytes()),
         "most_sent_bytes": max(load.sent_bytes for load in loads),
         "most_memory": _rank(plan, rule, by_memory, device),
         "most_flops": _rank(plan, rule, by_flops, device),

@@ -172,7 +172,7 @@ _ONLY_ON = {
     "dmuon with symmetric kernel": ("llama3-8b on 64", "qwen3-30b-a3b on 64"),
     "orth_dion 1/16": ("llama3-8b on 64", "llama3-70b on 512 tp8"),
 }
-_FAST = ("llama3-8b on 64", "qwen3-30b-a3b on 64")
+_FAST = ("llama3-8b on 64", "qwen3-30b-a3b on 64", "deepseek-v3 on 2048")
 
 
 @dataclass(frozen=True, kw_only=True)
