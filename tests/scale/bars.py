@@ -109,7 +109,7 @@ BARS = (
         what="llama3-405b on 8192 tp8: dmuon: FLOPs max/mean",
         value=_imbalance("llama3-405b on 8192 tp8: dmuon"),
         most=1.2,
-        unmet="the largest takes 330 TFLOP, a rank on average 19.6: 15 ranks at least would have to "
+        unmet="the largest takes 330 TFLOP, a rank 19.6 on average: at least 15 ranks would have to "
         "split it, and no more than the 8 of a node do",
     ),
     # One owner to a matrix: 44 and 22.63 TFLOP.
@@ -142,7 +142,7 @@ BARS = (
     _launches(
         "llama3-405b on 8192 tp8: dmuon",
         400,
-        unmet="262 copies and 221 additions, a few of them over lists",
+        unmet="262 copies and 221 additions, one by one",
     ),
     _launches("deepseek-v3 on 2048: dmuon", 400),
     _launches("deepseek-v3 on 2048, first stage: dmuon", 400),
