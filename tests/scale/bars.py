@@ -109,7 +109,7 @@ BARS = (
         what="llama3-405b on 8192 tp8: dmuon: FLOPs max/mean",
         value=_imbalance("llama3-405b on 8192 tp8: dmuon"),
         most=1.2,
-        unmet="the largest takes 330 TFLOP, a rank 19.6 on average: at least 15 ranks would have to "
+        unmet="the largest takes 330 TFLOP, a rank 19.6 on average: 15 ranks or more would have to "
         "split it, and no more than the 8 of a node do",
     ),
     # One owner to a matrix: 44 and 22.63 TFLOP.
