@@ -44,7 +44,9 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops = 0
         self.alive = 0
         self.peak = 0
-        self._sizes: dict[int, int] = {t.untyped_storage()._cdata: 0 for t in known}
+        self._sizes: dict[int, int] = {}
+        for tensor in known:
+            self._watch(tensor.untyped_storage())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -65,12 +67,15 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _see(self, value: torch.Tensor) -> None:
         storage = value.untyped_storage()
-        key = storage._cdata
-        if key not in self._sizes:
-            self._sizes[key] = storage.nbytes()
+        if storage._cdata not in self._sizes:
+            self._watch(storage)
             self.alive += storage.nbytes()
             self.peak = max(self.peak, self.alive)
-            weakref.finalize(storage, self._release, key)
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._sizes:
+            self._sizes[storage._cdata] = storage.nbytes()
+            weakref.finalize(storage, self._release, storage._cdata)
 
     def _release(self, key: int) -> None:
         self.alive -= self._sizes.pop(key, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from contextlib import nullcontext
 from typing import Any
@@ -24,6 +25,7 @@ def install() -> None:
     initialize._set_random_seed = lambda *_, **__: None
     CudaRNGStatesTracker.fork = lambda self, name=None: nullcontext()
     _convert_outside_of_modules()
+    _build_hybrid_layers()
     attention = DotProductAttention.__init__
 
     @functools.wraps(attention)
@@ -48,3 +50,64 @@ def _convert_outside_of_modules() -> None:
         original(self, config, module)
 
     Float16Module.__init__ = converted
+
+
+def _build_hybrid_layers() -> None:
+    """Layers of a hybrid model as ``--transformer-impl local`` makes those of a GPT.
+
+    Megatron has one specification for them, of Transformer Engine's layers, and asks for the
+    kernels of Mamba where it only builds parameters.
+    """
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.models.hybrid import hybrid_layer_specs as specs
+    from megatron.core.ssm import mamba_mixer
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.training.models import hybrid
+
+    local = LocalSpecProvider()
+
+    class NormAndLinear(local.column_parallel_linear()):  # type: ignore[misc]
+        """The weights of a norm and of the linear layer that follows it."""
+
+        def __init__(self, input_size: int, *args: Any, **kwargs: Any) -> None:
+            super().__init__(input_size, *args, **kwargs)
+            norm = WrappedTorchNorm(self.config, input_size)
+            for name, parameter in norm.named_parameters():
+                self.register_parameter(f"layer_norm_{name}", parameter)
+
+    class GatedNorm(torch.nn.Module):
+        """The weight of Mamba's norm."""
+
+        def __init__(self, size: int, *, device: Any, dtype: torch.dtype, **_: Any) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+
+    replaced = (
+        (specs.TELayerNormColumnParallelLinear, NormAndLinear),
+        (specs.TEColumnParallelLinear, local.column_parallel_linear()),
+        (specs.TERowParallelLinear, local.row_parallel_linear()),
+        (specs.TEDotProductAttention, local.core_attention()),
+        (specs.TENorm, WrappedTorchNorm),
+        (specs.moe, get_moe_module_spec(use_te=False, num_experts=8)),
+    )
+
+    def localized(spec: Any) -> Any:
+        for old, new in replaced:
+            if spec is old:
+                return new
+        if isinstance(spec, functools.partial):
+            return functools.partial(
+                spec.func, **{k: localized(v) for k, v in spec.keywords.items()}
+            )
+        if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+            values = {f.name: localized(getattr(spec, f.name)) for f in dataclasses.fields(spec)}
+            return type(spec)(**values)
+        return spec
+
+    mamba_mixer.HAVE_MAMBA_SSM = True
+    mamba_mixer.ExtendedRMSNorm = GatedNorm
+    hybrid_block.TENorm = WrappedTorchNorm
+    # The second is what ``--spec`` names.
+    hybrid.default_hybrid_stack_spec = specs.hybrid_stack_spec = localized(specs.hybrid_stack_spec)

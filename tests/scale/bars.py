@@ -1,0 +1,203 @@
+"""What a step may cost at true scale, beside what it costs by the golden figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.scale.figures import BUSY, Figures, largest, mean_flops
+
+MIB = 2**20
+TERA = 10**12
+
+Value = Callable[[Figures], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """The most that a figure may be.
+
+    Attributes:
+        what: The figure.
+        value: It, of the golden figures.
+        most: The bar.
+        unmet: Why it is not met; empty where it is.
+    """
+
+    what: str
+    value: Value
+    most: float
+    unmet: str = ""
+
+
+def _largest(case: str, what: str, *, unit: int = 1, domain: str | None = None) -> Value:
+    return lambda figures: (
+        max(largest(d, what) for name, d in figures[case].items() if domain in (None, name)) / unit
+    )
+
+
+def _imbalance(case: str) -> Value:
+    def value(figures: Figures) -> float:
+        dense = figures[case]["dense"]
+        return float(dense["most_flops"]["planned_flops"] / mean_flops(dense))
+
+    return value
+
+
+def _bytes_over(case: str, other: str) -> Value:
+    def value(figures: Figures) -> float:
+        sent = sum(domain["all_sent_bytes"] for domain in figures[case].values())
+        # Of whole matrices: split ones are sent several times, which would flatter.
+        return float(sent / sum(domain["all_whole_bytes"] for domain in figures[other].values()))
+
+    return value
+
+
+def _transient(case: str, most: int, unmet: str = "") -> Bar:
+    return Bar(
+        what=f"{case}: MiB of transient memory",
+        value=_largest(case, "transient_bytes", unit=MIB),
+        most=most,
+        unmet=unmet,
+    )
+
+
+def _launches(case: str, most: int, unmet: str = "", domain: str = "dense") -> Bar:
+    return Bar(
+        what=f"{case}: launches of {domain} matrices",
+        value=_largest(case, "launches", domain=domain),
+        most=most,
+        unmet=unmet,
+    )
+
+
+def _teraflops(case: str, most: float, unmet: str = "") -> Bar:
+    return Bar(
+        what=f"{case}: TFLOP of the busiest rank, dense matrices",
+        value=_largest(case, "flops", unit=TERA, domain="dense"),
+        most=most,
+        unmet=unmet,
+    )
+
+
+def _ratio(setup: str, optimizer: str, most: float, unmet: str = "") -> Bar:
+    case = f"{setup}: {optimizer}"
+    return Bar(
+        what=f"{case}: bytes sent over those of whole matrices by dmuon",
+        value=_bytes_over(case, f"{setup}: dmuon"),
+        most=most,
+        unmet=unmet,
+    )
+
+
+def _experts(what: str, most: int, unmet: str = "") -> Bar:
+    case = "qwen3-30b-a3b on 64: orth_dion"
+    return Bar(
+        what=f"{case}: {what.replace('_', ' ')} of experts",
+        value=_largest(case, what, domain="expert"),
+        most=most,
+        unmet=unmet,
+    )
+
+
+BARS = (
+    _transient("llama3-8b on 64: dmuon", 700),
+    _transient("llama3-8b on 64 tp2: dmuon", 700),
+    _transient("llama3-70b on 512 tp8: dmuon", 1500),
+    _transient("llama3-405b on 8192 tp8: dmuon", 2000),
+    Bar(
+        what="llama3-405b on 8192 tp8: dmuon: FLOPs max/mean",
+        value=_imbalance("llama3-405b on 8192 tp8: dmuon"),
+        most=1.2,
+        unmet="the largest takes 330 TFLOP, a rank 19.6 on average: 15 ranks or more would have to "
+        "split it, and no more than the 8 of a node do",
+    ),
+    # One owner to a matrix: 44 and 22.63 TFLOP.
+    _teraflops("llama3-70b on 16384 tp8: dmuon", 44 / 8),
+    _teraflops("deepseek-v3 on 16384: dmuon", 22.63 / 8),
+    _teraflops(
+        "deepseek-v3 on 16384, first stage: dmuon",
+        22.63 / 8,
+        unmet="one 7168x16384 is split in 7, the others in 8",
+    ),
+    _transient("llama3-8b on 64: orth_dion", 1000),
+    _ratio(
+        "llama3-8b on 64",
+        "orth_dion",
+        0.9,
+        unmet="elements go out and both products come back in fp32: 12 bytes against 4",
+    ),
+    _ratio("llama3-8b on 64", "orth_dion 1/16", 0.35, unmet="8 bytes of an element against 4"),
+    _ratio("llama3-70b on 512 tp8", "orth_dion 1/16", 0.35, unmet="fp32 against bf16"),
+    _transient(
+        "llama3-405b on 8192 tp8: orth_dion",
+        4000,
+        unmet="a rank has 16384x53248 whole, 3,328 MiB in fp32, about twice",
+    ),
+    _launches("llama3-8b on 64: dmuon", 400),
+    _launches("llama3-8b on 64: dmuon with symmetric kernel", 400),
+    _launches("llama3-8b on 64 tp2: dmuon", 400),
+    _launches("llama3-70b on 512 tp8: dmuon", 400),
+    _launches("llama3-70b on 16384 tp8: dmuon", 400),
+    _launches(
+        "llama3-405b on 8192 tp8: dmuon",
+        400,
+        unmet="262 copies and 221 additions, one by one",
+    ),
+    _launches("deepseek-v3 on 2048: dmuon", 400),
+    _launches("deepseek-v3 on 2048, first stage: dmuon", 400),
+    _launches("qwen3-30b-a3b on 64: dmuon", 1000, domain="expert"),
+    _launches(
+        "qwen3-30b-a3b on 64: dmuon with symmetric kernel",
+        1000,
+        domain="expert",
+        unmet="it takes one matrix at a time, also of 768x2048, where a batch is one launch",
+    ),
+    _experts("launches", 1000, unmet="535 in each of 6 waves"),
+    _experts("host_reads", 2, unmet="two in each of 6 waves"),
+    _experts("messages", 12, unmet="six in each of 6 waves"),
+)
+
+_MORE_SPLIT = "more is planned than taken where some matrices are split"
+_MORE_DION = "more is planned than orth_dion takes"
+_LESS = "less is planned than taken: a bound that the user gives would not hold"
+OFF_PLAN = {
+    "llama3-70b on 512 tp8: dmuon, dense, most_flops": _MORE_SPLIT,
+    "llama3-70b on 16384 tp8: dmuon, dense, most_memory": _MORE_SPLIT,
+    "llama3-405b on 8192 tp8: dmuon, dense, most_memory": _MORE_SPLIT,
+    "qwen3-235b-a22b on 512 tp4: dmuon, dense, most_memory": _MORE_SPLIT,
+    "qwen3-235b-a22b on 512 tp4: dmuon, dense, most_flops": _MORE_SPLIT,
+    "deepseek-v3 on 2048: dmuon, dense, most_memory": _MORE_SPLIT,
+    "deepseek-v3 on 2048: dmuon, dense, most_flops": _MORE_SPLIT,
+    "deepseek-v3 on 2048, first stage: dmuon, dense, most_memory": _MORE_SPLIT,
+    "deepseek-v3 on 2048, first stage: dmuon, dense, most_flops": _MORE_SPLIT,
+    "kimi-k2 on 1024: dmuon, dense, most_memory": _MORE_SPLIT,
+    "kimi-k2 on 1024: dmuon, dense, most_flops": _MORE_SPLIT,
+    "kimi-k2 on 1024, first stage: dmuon, dense, most_memory": _MORE_SPLIT,
+    "kimi-k2 on 1024, first stage: dmuon, dense, most_flops": _MORE_SPLIT,
+    "nemotron-h-56b on 512 tp8: dmuon, dense, most_memory": _MORE_SPLIT,
+    "nemotron-h-56b on 512 tp8: dmuon, dense, most_flops": _MORE_SPLIT,
+    "llama3-70b on 16384 tp8: orth_dion, dense, most_memory": _MORE_DION,
+    "llama3-405b on 8192 tp8: orth_dion, dense, most_memory": _MORE_DION,
+    "llama3-405b on 8192 tp8: orth_dion, dense, most_flops": _MORE_DION,
+    "deepseek-v3 on 2048, first stage: orth_dion, dense, most_flops": _MORE_DION,
+    "deepseek-v3 on 16384, first stage: orth_dion, dense, most_memory": _MORE_DION,
+    "deepseek-v3 on 16384, first stage: orth_dion, dense, most_flops": _MORE_DION,
+    "llama3-8b on 64: orth_dion 1/16, dense, most_flops": _LESS,
+    "llama3-70b on 512 tp8: orth_dion 1/16, dense, most_flops": _LESS,
+    "qwen3-30b-a3b on 64: dmuon, dense, most_flops": _LESS,
+    "qwen3-30b-a3b on 64: dmuon with symmetric kernel, dense, most_flops": _LESS,
+    "deepseek-v3 on 16384: orth_dion, expert, most_memory": _LESS,
+    "deepseek-v3 on 16384: orth_dion, expert, most_flops": _LESS,
+}
+"""Counted ranks of which planned memory is more than a tenth off, and how."""
+
+
+def counted_ranks(figures: Figures) -> list[tuple[str, float]]:
+    """Of every rank that was counted a name, and planned memory over what its step takes."""
+    return [
+        (f"{case}, {domain}, {rank}", d[rank]["planned_bytes"] / d[rank]["transient_bytes"])
+        for case, domains in figures.items()
+        for domain, d in domains.items()
+        for rank in BUSY
+    ]
