@@ -11,6 +11,10 @@ and our own optimizer run unmodified; what they allocate, launch and send is cou
 ``script``            runs a training script until its optimizer is built
 ``counting``          kernel launches, FLOPs, host reads and bytes alive, by operation
 ``step``              one step of any rank of a plan
+``stage``             one pipeline stage as plain data, in a process of its own
+``upstream``          what megatron-core's own muon would do
+``devices``           rates of GPUs, and ``prediction``, times by them
+``command``           ``python -m megatron_muon.plan``; ``text`` is its report
 
 Everything is replaced for the life of the process: use a process of its own (``plan`` forks one for
 each pipeline stage).

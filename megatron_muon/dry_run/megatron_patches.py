@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ from megatron_muon.dry_run.fake_cuda import convert
 
 def install() -> None:
     """Replace a few functions of Megatron; none of them decides a shape, a dtype or a layout."""
+    import megatron.core.datasets.utils as dataset_utils
     import megatron.training.initialize as initialize
     import megatron.training.training as training
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
@@ -22,6 +24,8 @@ def install() -> None:
 
     mark_norms_under_sequence_parallel()
     training.set_jit_fusion_options = lambda *_, **__: None
+    # Rank 0 would compile an extension that reads datasets.
+    dataset_utils.compile_helpers = lambda: None
     initialize._set_random_seed = lambda *_, **__: None
     CudaRNGStatesTracker.fork = lambda self, name=None: nullcontext()
     _convert_outside_of_modules()
@@ -30,10 +34,17 @@ def install() -> None:
 
     @functools.wraps(attention)
     def of_any_width(
-        self: Any, *args: Any, k_channels: Any = None, v_channels: Any = None, **kwargs: Any
+        self: Any,
+        config: Any,
+        *args: Any,
+        k_channels: Any = None,
+        v_channels: Any = None,
+        **kwargs: Any,
     ) -> None:
-        """Megatron's local attention, which has no parameters, knows one width only."""
-        attention(self, *args, **kwargs)
+        """Megatron's local attention has no parameters, one width and no context parallelism."""
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        attention(self, alone, *args, **kwargs)
 
     DotProductAttention.__init__ = of_any_width
 

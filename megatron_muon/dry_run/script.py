@@ -14,9 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megatron_muon.cpu import default_flags
 from megatron_muon.dry_run import fake_cuda, fake_groups
+from megatron_muon.integration.support import ConfigurationError
 
 # Of the flags that a CPU dictates those that choose a kernel; workers and backends are not started.
 _ONLY_ON_CPU = ("--distributed-backend", "--num-workers")
+
+REMOVED = ("--tp-comm-overlap", "--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-fusion")
+"""Flags without a value that choose kernels of Transformer Engine and change no matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,14 @@ class _BuiltError(Exception):
         self.optimizer, self.model_chunks, self.summaries = optimizer, model_chunks, summaries
 
 
-def build(command: Sequence[str], *, world_size: int, rank: int, ranks_per_node: int = 8) -> Built:
+def build(
+    command: Sequence[str],
+    *,
+    world_size: int,
+    rank: int,
+    ranks_per_node: int = 8,
+    capability: tuple[int, int] = (9, 0),
+) -> Built:
     """Run a script as one rank of a world until its optimizer is built.
 
     Replaces CUDA, process groups and parts of Megatron for the life of this process.
@@ -57,12 +68,13 @@ def build(command: Sequence[str], *, world_size: int, rank: int, ranks_per_node:
         world_size: Number of ranks.
         rank: The one to be.
         ranks_per_node: Ranks on one node.
+        capability: Compute capability of the GPUs.
 
     Raises:
         ConfigurationError: As a real run would.
         RuntimeError: The script ended without building an optimizer of ours.
     """
-    fake_cuda.install()
+    fake_cuda.install(capability=capability)
     fake_groups.join(world_size=world_size, rank=rank, ranks_per_node=ranks_per_node)
     from megatron_muon.dry_run import megatron_patches
     from megatron_muon.integration import builder
@@ -70,12 +82,23 @@ def build(command: Sequence[str], *, world_size: int, rank: int, ranks_per_node:
 
     install()
     megatron_patches.install()
-    original = builder.get_matrix_optimizer
+    import megatron.training.training as training
+
+    asked, original = training.get_megatron_optimizer, builder.get_matrix_optimizer
     summaries: list[Any] = []
 
     def built(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
         optimizer = original(config, model_chunks, *args, **kwargs)
         raise _BuiltError(optimizer, model_chunks, summaries)
+
+    def only_ours(config: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(config, "matrix_config", None) is None:
+            raise ConfigurationError(
+                [f"--optimizer {config.optimizer} cannot be planned: type --optimizer dmuon"]
+            )
+        return asked(config, *args, **kwargs)
+
+    training.get_megatron_optimizer = only_ours
 
     def report(settings: Any, everyone: Sequence[Any]) -> str:
         summaries[:] = everyone
@@ -92,7 +115,7 @@ def build(command: Sequence[str], *, world_size: int, rank: int, ranks_per_node:
     torch.Tensor.item = lambda self: 0.0 if isinstance(self, FakeTensor) else item(self)  # type: ignore[method-assign]
     script, replaced = command[0], _replaced_flags(command)
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-    sys.argv = [*command, *replaced]
+    sys.argv = [*(word for word in command if word not in REMOVED), *replaced]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with mode:

@@ -19,9 +19,9 @@ from torch import Tensor
 SyrkFunction = Callable[..., Tensor]
 """``f(a, c, alpha=…, beta=…)`` gives alpha A Aᵀ + beta C of one matrix."""
 
-# Below it the launch of a kernel for every matrix is taken to cost more than it saves (an
-# assumption, not measured).
-_SMALLEST_SIDE: Final = 512
+# Operations of a product below which the launches of a kernel for every matrix, and of the copy of
+# its result, are taken to cost more than it saves: 50 µs at 400 TFLOP/s (modelled, not measured).
+_SMALLEST_PRODUCT: Final = 20e9
 
 # Rounding of a bf16 result is 2⁻⁹ of each element; a wrong tile is off by its whole size.
 _CHECK_TOLERANCE: Final = 1e-2
@@ -47,7 +47,8 @@ class SymmetricKernel:
     def takes(self, x: Tensor) -> bool:
         """Whether matrices x (B, m, n) are large, contiguous and aligned as the kernel needs."""
         m, n = x.shape[-2:]
-        return min(m, n) >= _SMALLEST_SIDE and m % 8 == n % 8 == 0 and x.is_contiguous()
+        is_large = 2 * m * m * n >= _SMALLEST_PRODUCT
+        return is_large and m % 8 == n % 8 == 0 and x.is_contiguous()
 
     def __call__(
         self, a: Tensor, c: Tensor | None, *, alpha: float, beta: float, out: Tensor
@@ -76,7 +77,7 @@ def checked(kernel: SymmetricKernel, device: torch.device) -> SymmetricKernel | 
     Called once a device and process, before the first step, so that reading back is no concern.
     """
     generator = torch.Generator().manual_seed(0)
-    for m, n in ((_SMALLEST_SIDE, 640), (640, _SMALLEST_SIDE), (768, 768)):
+    for m, n in ((512, 640), (640, 512), (768, 768)):
         drawn = torch.randn(m, n, generator=generator) / n**0.5
         x = drawn.to(device=device, dtype=torch.bfloat16)
         c = (x.float() @ x.float().T).to(torch.bfloat16)

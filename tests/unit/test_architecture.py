@@ -44,9 +44,10 @@ ALLOWED = {
         "flags",
     },
     "cpu": set(),
-    "dry_run": {"cpu", "integration", "exchange", "linalg", "optim", "placement"},
+    "dry_run": {"cpu", "integration", "exchange", "linalg", "matrices", "optim", "placement"},
     "benchmark": {"linalg", "placement"},
     "launch": {"integration"},
+    "plan": {"dry_run"},
     "__init__": {"config"},
 }
 # The same inside functions and under TYPE_CHECKING: (file, part).

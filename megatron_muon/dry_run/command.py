@@ -1,0 +1,189 @@
+"""``python -m megatron_muon.plan``: a training command dry-run, one rank of each pipeline stage."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_muon.dry_run import fake_cuda
+from megatron_muon.dry_run.devices import CAPABILITIES, DEVICES, Device, device_of
+from megatron_muon.dry_run.prediction import predict, recommendations
+from megatron_muon.dry_run.script import REMOVED
+from megatron_muon.dry_run.stage import Job, StageResult, run_stages
+from megatron_muon.dry_run.text import plot, render
+from megatron_muon.integration.support import ConfigurationError
+from megatron_muon.integration.versions import MegatronVersionError, require_megatron
+
+FORMAT = "megatron_muon plan 1"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Dry-run a command.
+
+    Args:
+        argv: Our flags, the script, its arguments.
+
+    Returns:
+        Exit code: 2 for what a real run would refuse; what the script gives where it fails.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        device = _checked(options)
+        require_megatron(training=True)
+        _import_megatron(CAPABILITIES[options.gpu])
+        results, elsewhere = _all_stages(options)
+    except (ValueError, MegatronVersionError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    for result in results:
+        if result.failure is not None:
+            code, output = result.failure
+            print(f"{output.rstrip()}\nthe script ended before its optimizer", file=sys.stderr)
+            return code
+    report = merge(results, options, device) | {"rules_of_other_experts": sorted(elsewhere)}
+    print(render(report))
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if options.plot:
+        plot(report, options.plot)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_muon.plan",
+        description="What a training command would do at its real size, on a machine without GPU.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--world-size", type=int, required=True, metavar="N", help="number of GPUs")
+    add("--ranks-per-node", type=int, default=8, metavar="N", help="linked by NVLink; default: 8")
+    add(
+        "--gpu",
+        choices=sorted(DEVICES),
+        default="h100",
+        help="kernels and predicted times; default: h100",
+    )
+    add("--cost-table", metavar="FILE", help="JSON: numbers in place of the modelled ones")
+    add("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    add("--plot", metavar="FILE", help="draw load and memory of every rank (needs matplotlib)")
+    add("command", nargs=argparse.REMAINDER, help="pretrain_gpt.py and its arguments")
+    return parser
+
+
+def _checked(options: argparse.Namespace) -> Device:
+    problems = [
+        f"--{name} is {value}: type a number of at least 1"
+        for name, value in (
+            ("world-size", options.world_size),
+            ("ranks-per-node", options.ranks_per_node),
+        )
+        if value < 1
+    ]
+    for flag, path in (("--json", options.json), ("--plot", options.plot)):
+        if path is not None and (not Path(path).parent.is_dir() or Path(path).is_dir()):
+            problems.append(f"{flag} {path} is no file in a folder that exists")
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        problems.append("--plot needs matplotlib: type pip install matplotlib")
+    if not options.command or options.command[0].startswith("-"):
+        problems.append("no script given: type pretrain_gpt.py and its arguments after our flags")
+    elif not os.path.isfile(options.command[0]):
+        problems.append(f"script {options.command[0]} does not exist")
+    try:
+        device = device_of(options.gpu, options.cost_table)
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(problems))
+    return device
+
+
+def _import_megatron(capability: tuple[int, int]) -> None:
+    """Import what every stage needs before their processes are forked."""
+    fake_cuda.install(capability=capability)
+    with warnings.catch_warnings():
+        # That Transformer Engine and Apex are not there.
+        warnings.simplefilter("ignore")
+        for module in ("megatron.training", "megatron_muon.integration.builder"):
+            importlib.import_module(module)
+
+
+def _all_stages(options: argparse.Namespace) -> tuple[list[StageResult], frozenset[str]]:
+    """Results of one rank of every stage, and rules that reach experts of other ranks only.
+
+    Raises:
+        ConfigurationError: As on every rank of a real run.
+    """
+    job = Job(
+        command=tuple(options.command),
+        world_size=options.world_size,
+        ranks_per_node=options.ranks_per_node,
+        rank=0,
+        capability=CAPABILITIES[options.gpu],
+    )
+    (first,) = run_stages([job])
+    jobs = [job, *(replace(job, rank=rank) for rank in first.pipeline[1:])]
+    results = [first, *run_stages(jobs[1:])]
+    here = unmatched = frozenset.intersection(*(result.unmatched for result in results))
+    if unmatched:
+        # Other ranks have other experts.
+        ranks = [rank for result in results for rank in result.experts[1:]]
+        for result in run_stages([replace(job, rank=r, asks_rules=True) for r in ranks]):
+            unmatched &= result.unmatched
+            if not unmatched:
+                break
+    if unmatched:
+        # Only now it is known that a rule matches in no stage; the first one says so.
+        results += run_stages([replace(job, unmatched=unmatched)])
+    if refused := [result for result in results if result.problems]:
+        earliest = min(result.checks for result in refused)
+        found = [p for result in refused if result.checks == earliest for p in result.problems]
+        raise ConfigurationError(list(dict.fromkeys(found)))
+    return results, here - unmatched
+
+
+def merge(
+    results: Sequence[StageResult], options: argparse.Namespace, device: Device
+) -> dict[str, Any]:
+    """The report as plain data: what ``--json`` writes.
+
+    Args:
+        results: Those of all stages.
+        options: Our flags.
+        device: Rates.
+    """
+    from megatron_muon.integration.report import startup_report
+
+    stages = [result.report for result in results if result.report is not None]
+    settings = results[0].settings
+    everyone = []
+    for result, stage in zip(results, stages, strict=True):
+        groups = {group["domain"]: group["groups_in_stage"] for group in stage["groups"]}
+        for summary in result.summaries:
+            # Every group of experts tells of itself; they are alike.
+            copies = groups.get(summary.domain, 1) if summary.domain == "expert" else 1
+            everyone += [summary] * copies
+    prediction = predict(stages, device, options.world_size)
+    return {
+        "format": FORMAT,
+        "world_size": options.world_size,
+        "ranks_per_node": options.ranks_per_node,
+        "command": options.command,
+        "optimizer": settings.optimizer,
+        "flags_set": results[0].flags_set,
+        "flags_removed": [word for word in options.command if word in REMOVED],
+        "table_at_start": startup_report(settings, everyone),
+        "stages": stages,
+        "gpu": options.gpu,
+        "device": asdict(device),
+        "prediction": prediction,
+        "recommendations": recommendations(stages, settings, prediction),
+    }

@@ -1,0 +1,108 @@
+"""Rates of devices for predicted times: all of them are modelled, none was measured here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What one GPU reaches, not what its data sheet promises: about 70-85 % of that.
+
+    Attributes:
+        gemm_tflops: bf16 matrix products of a Newton-Schulz iteration.
+        training_tflops: Model FLOPs of a whole training step, attention not counted.
+        memory_gb_per_s: Element-wise kernels.
+        node_gb_per_s: Sent by a rank to ranks of its node.
+        network_gb_per_s: Sent by a rank to other nodes.
+        launch_us: A kernel launch by the host.
+        message_us: Latency of an all-to-all.
+    """
+
+    gemm_tflops: float
+    training_tflops: float
+    memory_gb_per_s: float
+    node_gb_per_s: float
+    network_gb_per_s: float
+    launch_us: float = 5.0
+    message_us: float = 30.0
+
+
+DEVICES = {
+    "a100": Device(
+        gemm_tflops=230,
+        training_tflops=150,
+        memory_gb_per_s=1600,
+        node_gb_per_s=230,
+        network_gb_per_s=21,
+    ),
+    "h100": Device(
+        gemm_tflops=600,
+        training_tflops=400,
+        memory_gb_per_s=2700,
+        node_gb_per_s=350,
+        network_gb_per_s=42,
+    ),
+    "h200": Device(
+        gemm_tflops=620,
+        training_tflops=420,
+        memory_gb_per_s=3900,
+        node_gb_per_s=350,
+        network_gb_per_s=42,
+    ),
+    "b200": Device(
+        gemm_tflops=1400,
+        training_tflops=850,
+        memory_gb_per_s=6400,
+        node_gb_per_s=700,
+        network_gb_per_s=42,
+    ),
+    "gb300": Device(
+        gemm_tflops=1500,
+        training_tflops=950,
+        memory_gb_per_s=6400,
+        node_gb_per_s=700,
+        network_gb_per_s=85,
+    ),
+}
+
+
+CAPABILITIES = {"a100": (8, 0), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0), "gb300": (10, 3)}
+"""CUDA compute capability, by which kernels and dtypes are chosen."""
+
+
+def device_of(name: str, table: str | None = None) -> Device:
+    """A device, with the numbers of a file in place of the modelled ones.
+
+    Args:
+        name: Key of ``DEVICES``.
+        table: Path of a JSON object; its keys are the attributes of ``Device``.
+
+    Raises:
+        ValueError: The file cannot be read, a key is not known or a number is not positive.
+    """
+    device = DEVICES[name]
+    if table is None:
+        return device
+    known = {field.name for field in fields(Device)}
+    says = f"--cost-table {table}"
+    try:
+        values = json.loads(Path(table).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{says} cannot be read ({error.strerror}): give a JSON file") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{says} is no JSON ({error})") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{says} holds no JSON object: write {{{', '.join(sorted(known))}}}")
+    if unknown := sorted(set(values) - known):
+        raise ValueError(
+            f"{says} has the unknown key{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}; "
+            f"known are {', '.join(sorted(known))}"
+        )
+    for key, value in values.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < float("inf"):
+            raise ValueError(f"{says}: {key} is {value!r}; it must be a number above 0")
+    return replace(device, **values)

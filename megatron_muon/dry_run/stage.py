@@ -1,0 +1,320 @@
+"""What one pipeline stage of a training command would do, as plain data: one process a stage."""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from megatron_muon.dry_run.script import Built, build
+from megatron_muon.dry_run.step import StepCounts, count_step
+from megatron_muon.dry_run.upstream import MODES, upstream_load
+from megatron_muon.integration.support import ConfigurationError
+
+MASTER_BYTES, MOMENTUM_BYTES, ADAM_BYTES = 4, 4, 8
+"""Of an element on the rank that holds it; fp32 weights are their own masters."""
+
+_SHOWN = 4000
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageResult:
+    """What the process of a stage found.
+
+    Attributes:
+        report: The stage as plain data; empty where it was refused or failed.
+        summaries: Its parts of the table at start.
+        settings: Settings of the matrix optimizer.
+        flags_set: Flags that were set for the dry run.
+        pipeline: The ranks of the world that are like this one in every stage.
+        experts: The ranks of this stage that are like this one and have other experts.
+        problems: Sentences of a refusal.
+        checks: Rounds of checks that the ranks had made together before it.
+        unmatched: Patterns of rules that match nothing here.
+        failure: (exit code, output) of a script that ended otherwise.
+    """
+
+    report: dict[str, Any] | None = None
+    summaries: tuple[Any, ...] = ()
+    settings: Any = None
+    flags_set: tuple[str, ...] = ()
+    pipeline: tuple[int, ...] = ()
+    experts: tuple[int, ...] = ()
+    problems: tuple[str, ...] = ()
+    checks: int = 0
+    unmatched: frozenset[str] = frozenset()
+    failure: tuple[int, str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A rank to be.
+
+    Attributes:
+        command: The script and its arguments.
+        world_size: Number of ranks.
+        ranks_per_node: Ranks on one node.
+        rank: The rank.
+        capability: Compute capability of the GPUs.
+        unmatched: Patterns of rules that match nothing in any stage.
+        asks_rules: Whether to end when it is known which rules match nothing.
+    """
+
+    command: tuple[str, ...]
+    world_size: int
+    ranks_per_node: int
+    rank: int
+    capability: tuple[int, int]
+    unmatched: frozenset[str] = frozenset()
+    asks_rules: bool = False
+
+
+def run_stages(jobs: Sequence[Job]) -> Iterator[StageResult]:
+    """Results of jobs in their order, as many at once as there are cores.
+
+    Call it in a process that has imported Megatron: the processes are forked from it.
+    """
+    fork = multiprocessing.get_context("fork")
+    at_once = os.cpu_count() or 1
+    for first in range(0, len(jobs), at_once):
+        started = []
+        for job in jobs[first : first + at_once]:
+            receiver, sender = fork.Pipe(duplex=False)
+            process = fork.Process(target=_run, args=(job, sender))
+            process.start()
+            sender.close()
+            started.append((process, receiver))
+        for process, receiver in started:
+            try:
+                yield receiver.recv()
+            except EOFError:
+                process.join()
+                yield StageResult(failure=(1, f"its process ended with {process.exitcode}"))
+            process.join()
+
+
+def _run(job: Job, sender: Connection) -> None:
+    with tempfile.TemporaryFile("w+") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+        result = _result(job)
+        if result.failure is not None:
+            output.flush()
+            output.seek(0)
+            code, text = result.failure
+            result = replace(result, failure=(code, (output.read() + text)[-_SHOWN:]))
+        sender.send(result)
+    # What the script has registered to run at exit is meant for a real world.
+    os._exit(0)
+
+
+def _result(job: Job) -> StageResult:
+    checks = _Checks(job)
+    try:
+        checks.install()
+        built = build(
+            job.command,
+            world_size=job.world_size,
+            rank=job.rank,
+            ranks_per_node=job.ranks_per_node,
+            capability=job.capability,
+        )
+        return StageResult(
+            report=stage_report(built, job),
+            summaries=tuple(checks.summaries),
+            settings=checks.settings,
+            flags_set=built.replaced,
+            pipeline=_like_this_one("pipeline_model_parallel"),
+            experts=_like_this_one("expert_model_parallel"),
+            unmatched=frozenset(checks.unmatched),
+        )
+    except ConfigurationError as error:
+        return StageResult(
+            problems=error.problems,
+            checks=checks.count,
+            pipeline=_like_this_one("pipeline_model_parallel"),
+            experts=_like_this_one("expert_model_parallel"),
+            unmatched=frozenset(checks.unmatched),
+        )
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+        return StageResult(failure=(code, "" if error.code == code else f"{error.code}\n"))
+    except BaseException:
+        return StageResult(failure=(1, traceback.format_exc()))
+
+
+class _Checks:
+    """Remembers what the builder asks all ranks, for the stages are asked one by one."""
+
+    def __init__(self, job: Job) -> None:
+        self.count = 0
+        self.unmatched: set[str] = set()
+        self.summaries: list[Any] = []
+        self.settings: Any = None
+        self._job = job
+
+    def install(self) -> None:
+        builder: Any = importlib.import_module("megatron_muon.integration.builder")
+        from megatron_muon.matrices import unmatched_rules
+
+        check, summarize = builder._raise_on_every_rank, builder.summarize
+
+        def counted(problems: Any, rules: Any = (), names: Any = ()) -> None:
+            self.count += 1
+            self.unmatched |= set(unmatched_rules(rules, names))
+            if self._job.asks_rules and names:
+                raise ConfigurationError([])
+            check(problems, [r for r in rules if r.pattern in self._job.unmatched], names)
+
+        def remembered(settings: Any, *args: Any, **kwargs: Any) -> Any:
+            self.settings = settings
+            self.summaries.append(summarize(settings, *args, **kwargs))
+            return self.summaries[-1]
+
+        builder._raise_on_every_rank, builder.summarize = counted, remembered
+
+
+def _like_this_one(group: str) -> tuple[int, ...]:
+    from megatron.core import parallel_state
+
+    if not parallel_state.is_initialized():
+        return ()
+    found = getattr(parallel_state, f"get_{group}_group")()
+    return tuple(torch.distributed.get_process_group_ranks(found))
+
+
+def stage_report(built: Built, job: Job) -> dict[str, Any]:
+    """One stage as plain data; its keys are those of ``--json``."""
+    args = built.args
+    groups = [
+        _group_report(built, optimizer, job.ranks_per_node)
+        for optimizer in built.optimizer.chained_optimizers
+        if getattr(optimizer, "plan", None) is not None
+    ]
+    return {
+        "rank": job.rank,
+        "tokens": args.global_batch_size * args.seq_length,
+        "active_experts": args.moe_router_topk / args.num_experts if args.num_experts else 0.0,
+        "output_elements": args.padded_vocab_size * args.hidden_size,
+        "pipeline_size": args.pipeline_model_parallel_size,
+        "overlaps_gather": bool(args.overlap_param_gather),
+        "groups": groups,
+    }
+
+
+def _group_report(built: Built, optimizer: Any, ranks_per_node: int) -> dict[str, Any]:
+    plan, domain = optimizer.plan, optimizer.setup.domain
+    members = torch.distributed.get_process_group_ranks(optimizer.setup.exchange_group)
+    loads, size = plan.loads, plan.group.size
+    counted: dict[int, StepCounts] = {}
+
+    def count(rank: int) -> StepCounts:
+        if rank not in counted:
+            with built.mode:
+                counted[rank] = count_step(plan, optimizer.rule, rank, optimizer.setup.device)
+        return counted[rank]
+
+    held, adam = _elements(built, plan, domain)
+    factors = [0] * size
+    for matrix, owner in zip(plan.matrices, plan.owners, strict=True):
+        if (rank := optimizer.rule.rank(*matrix.shape)) is not None:
+            factors[owner] += min(matrix.shape) * rank * optimizer.rule.state_dtype.itemsize
+    buffers = [b for chunk in built.model_chunks for b in domain.buffers(chunk)]
+    master = MASTER_BYTES if any(b.param_dtype.itemsize < 4 for b in buffers) else 0
+    state = [
+        held[r // plan.group.tp] * (master + MOMENTUM_BYTES)
+        + adam[r // plan.group.tp] * (master + ADAM_BYTES)
+        + factors[r]
+        for r in range(size)
+    ]
+    fullest = max(range(size), key=lambda r: state[r] + loads[r].peak_buffer_bytes)
+    sender = max(range(size), key=lambda r: loads[r].sent_bytes)
+    busiest = max(range(size), key=lambda r: loads[r].flops)
+    dp_rank = fullest // plan.group.tp
+    node = members[sender] // ranks_per_node
+    sent, most, full = count(sender), count(busiest), count(fullest)
+    planned = loads[fullest].peak_buffer_bytes
+    reached, bound = plan.balance
+    flops = [load.flops for load in loads]
+    return {
+        "domain": domain.name,
+        "tp": plan.group.tp,
+        "dp": plan.group.dp,
+        "groups_in_stage": built.args.world_size // built.args.pipeline_model_parallel_size // size,
+        "matrices": len(plan.matrices),
+        "elements": sum(m.numel for m in plan.matrices),
+        "owners": sum(f > 0 for f in flops),
+        "split_matrices": sum(len(s.ranks) > 1 for s in plan.schemes),
+        "by_factors": sum(not s.assembles for s in plan.schemes),
+        "waves": len(plan.main.waves) + len(plan.split.waves),
+        "flops_max": max(flops),
+        "flops_mean": sum(flops) / size,
+        "flops_of_ranks": flops,
+        "largest_matrix_flops": max(plan.flops, default=0),
+        "balance": reached,
+        "balance_bound": bound,
+        "sent_bytes": loads[sender].sent_bytes,
+        "dmuon_sent_bytes": max(plan.whole_matrix_bytes()),
+        "sent_bytes_in_node": sum(
+            n for r, n in sent.sent.items() if members[r] // ranks_per_node == node
+        ),
+        "sent_bytes_over_network": sum(
+            n for r, n in sent.sent.items() if members[r] // ranks_per_node != node
+        ),
+        "peers": len(sent.sent),
+        "messages": max(c.messages for c in counted.values()),
+        "launches": max(c.launches for c in counted.values()),
+        "host_reads": max(c.host_reads for c in counted.values()),
+        "dp_ranks_on_a_node": min(plan.group.dp, max(1, plan.ranks_per_node // plan.group.tp)),
+        "held_elements": max(held),
+        "adam_elements": max(adam),
+        "memory": {
+            "rank": members[fullest],
+            "weights": sum(b.numel * b.param_dtype.itemsize for b in buffers),
+            "gradients": sum(b.numel * b.grad_dtype.itemsize for b in buffers),
+            "masters": (held[dp_rank] + adam[dp_rank]) * master,
+            "momentum": held[dp_rank] * MOMENTUM_BYTES,
+            "adam_moments": adam[dp_rank] * ADAM_BYTES,
+            "right_factors": factors[fullest],
+            "step": full.transient_bytes,
+            "step_planned": planned,
+        },
+        "memory_of_ranks": [x + loads[r].peak_buffer_bytes for r, x in enumerate(state)],
+        "counted_against_plan": {
+            "sent_bytes": sent.sent_bytes - loads[sender].sent_bytes,
+            # What QR takes is planned, and not counted.
+            "flops_percent": None
+            if any(scheme.factors for scheme in plan.schemes)
+            else 100 * (most.flops / max(1, loads[busiest].flops) - 1),
+            "memory_percent": 100 * (full.transient_bytes / max(1, planned) - 1),
+        },
+        "upstream": {mode: upstream_load(built, plan, domain, mode) for mode in MODES},
+    }
+
+
+def _elements(built: Built, plan: Any, domain: Any) -> tuple[list[int], list[int]]:
+    """Elements of matrices, and of Adam's parameters, in the ranges of every DP rank."""
+    dp = plan.group.dp
+    held, adam = [0] * dp, [0] * dp
+    for parameter in plan.parameters:
+        for rank, (start, stop) in enumerate(parameter.ranges):
+            held[rank] += stop - start
+    for chunk in built.model_chunks:
+        for buffer in domain.buffers(chunk):
+            for start, stop, number in buffer.param_index_map.values():
+                bucket = buffer.buckets[number]
+                shard = bucket.grad_data.numel() // dp
+                for rank in range(
+                    (start - bucket.offset) // shard, -(-(stop - bucket.offset) // shard)
+                ):
+                    low = bucket.offset + rank * shard
+                    adam[rank] += min(stop, low + shard) - max(start, low)
+    return held, [both - matrices for both, matrices in zip(adam, held, strict=True)]
