@@ -7,6 +7,7 @@ from megatron_muon.linalg.coefficients import (
     coefficient_schedule,
     parse_coefficients,
 )
+from megatron_muon.linalg.kernels import warm_up
 from megatron_muon.linalg.newton_schulz import (
     columns_at_once,
     newton_schulz,
@@ -92,4 +93,5 @@ __all__ = [
     "standard_segments",
     "update_rms",
     "update_scale",
+    "warm_up",
 ]

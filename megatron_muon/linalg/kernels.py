@@ -8,7 +8,7 @@ and writes each twice, which halves the work of X Xᵀ and of A².
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -69,6 +69,20 @@ def symmetric_kernel(device: torch.device, dtype: torch.dtype) -> SymmetricKerne
     except (ImportError, AttributeError):
         return None
     return checked(SymmetricKernel(name="emerging-optimizers tsyrk_ex", function=tsyrk_ex), device)
+
+
+def warm_up(shapes: Iterable[tuple[int, int]], device: torch.device, dtype: torch.dtype) -> None:
+    """Let the kernel tune itself for (m, n) matrices, where no other rank waits for this one."""
+    kernel = symmetric_kernel(device, dtype)
+    if kernel is None:
+        return
+    for m, n in sorted({(min(shape), max(shape)) for shape in shapes}):
+        x = torch.zeros(1, m, n, device=device, dtype=dtype)
+        a, result = (torch.zeros(1, m, m, device=device, dtype=dtype) for _ in range(2))
+        if kernel.takes(x):
+            kernel(x[0], None, alpha=1.0, beta=0.0, out=a[0])
+        if kernel.takes(a):
+            kernel(a[0], a[0], alpha=1.0, beta=1.0, out=result[0])
 
 
 def checked(kernel: SymmetricKernel, device: torch.device) -> SymmetricKernel | None:

@@ -15,6 +15,7 @@ from megatron_muon.linalg import (
     panel_flops,
     panel_requests,
     update_scale,
+    warm_up,
 )
 from megatron_muon.optim.muon import muon_step
 from megatron_muon.optim.muon_memory import MuonMemory
@@ -83,7 +84,13 @@ class MuonRule:
         return
 
     def first_state(self, plan: Plan, rank: int, device: torch.device) -> OwnedState:
-        """None: momenta are in flat ranges."""
+        """None: momenta are in flat ranges; kernels are tuned for what the rank computes."""
+        computed = (
+            scheme.region(scheme.ranks.index(rank)).shape
+            for scheme in plan.schemes
+            if rank in scheme.ranks
+        )
+        warm_up(computed, device, self.compute_dtype)
         return {}
 
     def flops(self, m: int, n: int, device: torch.device) -> int:

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from megatron_muon.linalg.kernels import SymmetricKernel, checked, symmetric_kernel
+from megatron_muon.linalg.kernels import SymmetricKernel, checked, symmetric_kernel, warm_up
 from megatron_muon.linalg.products import (
     block_rows,
     gram,
@@ -98,6 +98,21 @@ def test_a_kernel_that_is_wrong_or_fails_is_not(function, said, caplog):
         assert checked(SymmetricKernel(name="broken", function=function), CPU) is None
     assert f"broken {'is ' if said == 'off by' else ''}{said}" in caplog.text
     assert "plain products are used" in caplog.text
+
+
+def test_a_kernel_is_warmed_up_for_large_shapes_of_either_orientation(monkeypatch):
+    seen = []
+
+    def noted(a, c, *, alpha, beta) -> torch.Tensor:
+        seen.append((tuple(a.shape), c is not None))
+        return a.new_empty(a.shape[0], a.shape[0])
+
+    kernel = SymmetricKernel(name="noted", function=noted)
+    monkeypatch.setattr("megatron_muon.linalg.kernels.symmetric_kernel", lambda *_: kernel)
+    warm_up(
+        [(64, 64), (4096, 2048), (2048, 4096), (4096, 4096)], torch.device("meta"), torch.bfloat16
+    )
+    assert seen == [((2048, 4096), False), ((4096, 4096), False), ((4096, 4096), True)]
 
 
 def test_without_cuda_there_is_no_kernel():
