@@ -3,7 +3,7 @@
 PY := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast lint benchmark support-matrix flag-reference clean
+.PHONY: help setup demo test test-all test-fast lint benchmark support-matrix flag-reference clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -15,10 +15,13 @@ demo: setup ## train a small GPT on real text on 4 CPU ranks with dmuon, then wi
 	@$(PY) examples/demo.py
 
 # One thread per rank: several ranks share the cores, and more threads only fight over them.
-test test-fast: export OMP_NUM_THREADS := 1
+test test-all test-fast: export OMP_NUM_THREADS := 1
 
-test: lint ## lint, types, and all tests
+test: lint ## lint, types, and the tests, slow cases by a fixed sample
 	$(PY) -m pytest -q
+
+test-all: lint ## lint, types, and the tests with every case (about 45 minutes)
+	$(PY) -m pytest -q --all-cases
 
 test-fast: setup ## the tests that are not marked slow
 	$(PY) -m pytest -q -m "not slow"
@@ -33,7 +36,7 @@ benchmark: setup ## AdamW, megatron-core's own muon, dmuon and Orth-Dion side by
 
 support-matrix: export OMP_NUM_THREADS := 1
 support-matrix: setup ## train every model at every layout and put the table into docs/support.md
-	$(PY) -m pytest -q tests/distributed/test_layouts.py
+	$(PY) -m pytest -q --all-cases tests/distributed/test_layouts.py
 	$(PY) tools/support_matrix.py
 
 flag-reference: setup ## write docs/flags.md from the table in megatron_muon/config.py

@@ -95,10 +95,12 @@ def _measure(kind: str, *, quick: bool) -> dict[str, Any]:
     # In a fork as well: a process that has used CUDA itself cannot fork ranks that use it.
     found: dict[str, Any] = on_ranks(1, _measure_alone, rounds)
     found["balance"] = balance_table((8, 32) if quick else (8, 32, 128))
-    found["steps"] = {}
+    found["steps"], found["owners"] = {}, {}
     for name, tp in LAYOUTS.items():
         say(f"optimizer steps at {name}")
-        found["steps"][name] = on_ranks(RANKS, measure_optimizer_steps, tp, llama, rounds)
+        found["steps"][name], found["owners"][name] = on_ranks(
+            RANKS, measure_optimizer_steps, tp, llama, rounds
+        )
     say("whole training steps at TP2·DP2")
     training_rounds = 2 if quick else 5
     found["training"] = on_ranks(

@@ -73,10 +73,13 @@ def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def backward(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Loss of a batch, with its gradients in the buffers, not reduced yet."""
+def backward(model: Any, *batches: torch.Tensor) -> torch.Tensor:
+    """Loss of the last micro-batch, with the gradients of all in the buffers, not reduced yet."""
     model.zero_grad_buffer()
-    loss = loss_of(model, tokens)
+    with model.no_sync():
+        for tokens in batches[:-1]:
+            torch.autograd.backward(loss_of(model, tokens))
+    loss = loss_of(model, batches[-1])
     torch.autograd.backward(loss)
     return loss.detach()
 

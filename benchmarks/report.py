@@ -178,7 +178,15 @@ def page(found: Mapping[str, Any], device: str, ranks: int, seconds: float) -> s
         ),
     ]
     for name, results in found["steps"].items():
-        lines += ["", f"*{name}*", "", *optimizer_table(results)]
+        owners = found["owners"][name]
+        lines += [
+            *("", f"*{name}*", "", *optimizer_table(results), ""),
+            (
+                f"Owners of dmuon's matrices, one after another: "
+                f"{', '.join(f'{ms:.0f}' for ms in owners.milliseconds)} ms, max/mean "
+                f"{owners.measured:.3f}; planned by operations {owners.planned:.3f}."
+            ),
+        ]
     lines += [
         "",
         (

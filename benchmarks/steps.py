@@ -24,6 +24,7 @@ from benchmarks.contenders import (
 )
 from benchmarks.kernels import polynomial_of
 from benchmarks.models import ModelSize, backward
+from benchmarks.owner_times import OwnerTimes, measure_owners
 from benchmarks.sent_bytes import counting_sent_bytes
 from megatron_muon.benchmark import clock
 from megatron_muon.integration.distributed_optimizer import MatrixDistributedOptimizer
@@ -170,8 +171,8 @@ def gradients_of(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def measure_optimizer_steps(
     rank: int, kind: str, tp: int, size: ModelSize, rounds: int
-) -> dict[str, Measurement]:
-    """Every optimizer in turn, round by round, with the same gradients."""
+) -> tuple[dict[str, Measurement], OwnerTimes]:
+    """Every optimizer in turn, round by round, with the same gradients; then dmuon's owners."""
     device = _join(rank, kind, tp)
     entrants = [_Entrant(contender, size, device) for contender in contenders()]
     source = entrants[0].model
@@ -187,7 +188,10 @@ def measure_optimizer_steps(
         for entrant in entrants:
             entrant.fill(gradients)
             entrant.time(entrant.step)
-    return {entrant.contender.key: entrant.result for entrant in entrants}
+    found = {entrant.contender.key: entrant.result for entrant in entrants}
+    [dmuon] = [e for e in entrants if e.contender.key == "dmuon"]
+    [update] = matrix_updates(dmuon.optimizer)
+    return found, measure_owners(update.plan, update.rank, device, rounds)
 
 
 def _whole(model: Any, value: str) -> dict[str, torch.Tensor]:
@@ -212,15 +216,15 @@ def _direction_error(after: torch.Tensor, before: torch.Tensor, expected: torch.
 def measure_training_steps(
     rank: int, kind: str, tp: int, size: ModelSize, rounds: int, micro_batches: int
 ) -> dict[str, Measurement]:
-    """Whole steps: forward, backward and reduction of every micro-batch, optimizer."""
+    """Whole steps: forward and backward of every micro-batch, one reduction, optimizer."""
     device = _join(rank, kind, tp)
     keys = ("adamw", "dmuon", "orth_dion_4")
     entrants = [_Entrant(c, size, device) for c in contenders() if c.key in keys]
 
     def work(entrant: _Entrant, number: int) -> None:
-        for index in range(micro_batches):
-            backward(entrant.model, _tokens(1, size, device, 100 * number + index))
-            entrant.model.finish_grad_sync()
+        seeds = range(100 * number, 100 * number + micro_batches)
+        backward(entrant.model, *(_tokens(1, size, device, seed) for seed in seeds))
+        entrant.model.finish_grad_sync()
         entrant.step()
 
     for number in range(rounds + 1):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +18,33 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 
 import pytest
+
+SAMPLE = 4
+"""Of the slow cases of a test, one in so many runs without ``--all-cases``."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-cases", action="store_true", help="run every slow case, not a fixed sample of them"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out slow cases but a fixed sample of each test; a test named by its id always runs."""
+    if config.getoption("all_cases") or any("::" in argument for argument in config.args):
+        return
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow"):
+            cases[item.nodeid.split("[")[0]].append(item)
+    left_out = set()
+    for name, of_test in cases.items():
+        # By the name: tests over the same layouts run different ones.
+        first = zlib.crc32(name.encode()) % min(SAMPLE, len(of_test))
+        left_out |= set(of_test) - set(of_test[first::SAMPLE])
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")

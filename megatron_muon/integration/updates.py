@@ -47,9 +47,14 @@ class MatrixUpdate:
         )
 
     @property
+    def plan(self) -> Plan:
+        """Who computes what."""
+        return self._exchange.plan
+
+    @property
     def load(self) -> RankLoad:
         """What the plan predicts of a step on this rank."""
-        return self._exchange.plan.loads[self.rank]
+        return self.plan.loads[self.rank]
 
     @property
     def counters(self) -> ExchangeCounters:

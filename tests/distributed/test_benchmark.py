@@ -28,7 +28,9 @@ def gradients_and_results(rank: int) -> tuple[dict[str, torch.Tensor], dict[str,
     from benchmarks.models import ModelSize
 
     size = ModelSize(**SIZE)
-    results = steps.measure_optimizer_steps(rank, "cpu", 2, size, 1)
+    results, owners = steps.measure_optimizer_steps(rank, "cpu", 2, size, 1)
+    assert all(owners.milliseconds)
+    assert len(owners.milliseconds) == len(owners.costs) == 4
     model, _ = contenders()[0].build(size, torch.device("cpu"))
     tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(1))
     return steps.gradients_of(model, tokens), results
