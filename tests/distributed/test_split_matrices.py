@@ -16,7 +16,7 @@ from tests.distributed.prescribed import (
     HEADS,
     Setting,
     Whole,
-    gate_up,
+    blocks,
     model,
     plan_of,
     run_rank,
@@ -45,7 +45,7 @@ STAGES: dict[str, list[Whole]] = {
             tp_dim=0,
             packing=units(q=HEADS // GROUPS * HEAD_DIM, k=HEAD_DIM, v=HEAD_DIM),
         ),
-        Whole(name="l.0.fc1.weight", shape=(144, 20), tp_dim=0, packing=gate_up(72)),
+        Whole(name="l.0.in_proj.weight", shape=(144, 40), tp_dim=0, packing=blocks(x=120, z=24)),
     ],
     "large and small": [
         Whole(name="l.0.large.weight", shape=(48, 96), tp_dim=1),

@@ -39,7 +39,7 @@ RUN = Run(
 RUNS = {
     "dense": RUN,
     "one TP rank": replace(RUN, tp=1, sequence_parallel=False),
-    "experts": replace(RUN, model="moe", dp=2, ep=1),
+    "experts": replace(RUN, model="moe", dp=4, ep=1),
     "two stages": replace(RUN, dp=2, pp=2, options=(("layers", 2),)),
 }
 
@@ -75,7 +75,9 @@ def test_every_update_equals_the_reference(ranks: Ranks, name: str) -> None:
     for result in results:
         for counters, load in result["counters"]:
             assert counters.sent_bytes == load.sent_bytes
-            assert counters.peak_buffer_bytes == load.peak_buffer_bytes
+            assert counters.peak_buffer_bytes <= load.peak_buffer_bytes
+            # Both lanes are planned at their peaks at once, which a step need not reach.
+            assert load.peak_buffer_bytes < 1.5 * counters.peak_buffer_bytes
 
 
 def test_the_table_at_start_says_what_is_split(

@@ -13,7 +13,7 @@ from megatron_muon.matrices import Rule
 from tests import tiny_gpt
 from tests.distributed.checkpointing import state_bytes
 from tests.distributed.training import Run, build, make_optimizer, replica_hashes
-from tests.ranks import layout
+from tests.ranks import RankFailed, layout
 
 Ranks = Callable[..., list[Any]]
 
@@ -200,7 +200,7 @@ def test_rules_come_before_defaults(ranks: Ranks) -> None:
             MatrixConfig(exchange_buffer_mb=0.001),
             [
                 "--matrix-exchange-buffer-mb 0.001 is too small",
-                "type --matrix-exchange-buffer-mb 0.0459",
+                "type --matrix-exchange-buffer-mb 0.0175",
                 "linear_fc1",
             ],
         ),
@@ -220,6 +220,17 @@ def test_wrong_settings_are_refused_together_on_every_rank(
     assert len(set(messages)) == 1
     for sentence in sentences:
         assert sentence in messages[0]
+
+
+def test_the_number_in_the_refusal_is_the_least_that_starts(ranks: Ranks) -> None:
+    def body(rank: int, number: float) -> None:
+        layout(tp=2)
+        wrapped = tiny_gpt.wrap_ddp(tiny_gpt.build_gpt())
+        make_optimizer(Run(config=MatrixConfig(exchange_buffer_mb=number)), [wrapped])
+
+    ranks(4, body, 0.0175, timeout=60)
+    with pytest.raises(RankFailed, match="is too small"):
+        ranks(4, body, 0.0174, timeout=60)
 
 
 def test_wrong_megatron_settings_are_refused_together(ranks: Ranks) -> None:
