@@ -20,7 +20,7 @@ os.environ["MKL_NUM_THREADS"] = "1"
 import pytest
 
 SAMPLE = 4
-"""Of the slow cases of a test, one in so many runs without ``--all-cases``."""
+"""Of the slow cases of a distributed test, one in so many runs without ``--all-cases``."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     cases = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("slow"):
+        if item.get_closest_marker("slow") and "distributed" in item.path.parts:
             cases[item.nodeid.split("[")[0]].append(item)
     left_out = set()
     for name, of_test in cases.items():
