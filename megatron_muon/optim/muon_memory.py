@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_muon.linalg import Segments, columns_at_once, newton_schulz_bytes, panel_bytes
+from megatron_muon.linalg import (
+    PanelWork,
+    Segments,
+    columns_at_once,
+    newton_schulz_bytes,
+    panel_bytes,
+)
 from megatron_muon.optim.rule import MOST_CONVERTED
 from megatron_muon.placement import Panels
 from megatron_muon.placement.memory import Phase, WaveUse
@@ -98,13 +104,6 @@ class MuonMemory:
         return newton_schulz_bytes(at_once, m, n, segments, held=self.held, compute=self.compute)
 
     def _panel_bytes(self, scheme: Panels, number: int) -> int:
-        (start, end), panel = scheme.rows[number], scheme.panels[number]
-        m = min(scheme.shape)
-        return panel_bytes(
-            m,
-            panel.numel // m,
-            end - start,
-            len(scheme.ranks),
-            held=self.held,
-            compute=self.compute,
-        )
+        m, work = min(scheme.shape), PanelWork(team=scheme.team, number=number)
+        columns = scheme.panels[number].numel // m
+        return panel_bytes(m, columns, work, held=self.held, compute=self.compute)

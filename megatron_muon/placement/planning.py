@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from megatron_muon.matrices import LogicalMatrix, ShardedParameter, natural_key
 from megatron_muon.placement.buffer_bound import BufferTooSmallError, planned_within
 from megatron_muon.placement.memory import PhasesFunction, lane_peaks, wave_uses
+from megatron_muon.placement.part_costs import Candidate, Splitting, part_cost, team_of
 from megatron_muon.placement.plan import CostFunction, Lane, Plan
 from megatron_muon.placement.regions import ExchangeGroup, Share, shares
 from megatron_muon.placement.schemes import Panels, Scheme, SchemeFunction, whole_scheme
-from megatron_muon.placement.splitting import Candidate, Choice, Splitting, choose_ranks, part_cost
+from megatron_muon.placement.splitting import Choice, choose_ranks
 
 MIN_WAVE_ELEMENTS = 1 << 18
 """An owner's part of a wave below which a further wave costs more latency than it hides."""
@@ -80,6 +81,7 @@ def make_plan(
         BufferTooSmallError: Even one matrix per owner and wave needs more than ``buffer_bytes``;
             the sentence names the flag, the largest matrix and the value to type.
     """
+    per_node = min(ranks_per_node or group.size, group.size)
     parameters = tuple(sorted(parameters, key=lambda p: natural_key(p.name)))
     matrices = tuple(sorted(matrices, key=lambda m: natural_key(m.name)))
     by_name = {parameter.name: parameter for parameter in parameters}
@@ -104,7 +106,7 @@ def make_plan(
             chosen = choose_ranks(
                 candidates,
                 ranks=group.size,
-                ranks_per_node=ranks_per_node or group.size,
+                ranks_per_node=per_node,
                 splitting=splitting,
                 most_elements=most_elements,
             )
@@ -113,7 +115,7 @@ def make_plan(
             parameters=parameters,
             matrices=matrices,
             schemes=tuple(
-                _scheme(method, splitting, candidate, theirs, ranks)
+                _scheme(method, splitting, candidate, theirs, ranks, per_node)
                 for candidate, theirs, ranks in zip(candidates, held, chosen.ranks, strict=True)
             ),
             main=Lane(waves=(), slots=method.slots, alone=method.alone),
@@ -123,7 +125,7 @@ def make_plan(
             possible=chosen.possible,
             itemsizes=method.itemsizes,
             peak_bytes=(0,) * group.size,
-            ranks_per_node=ranks_per_node or group.size,
+            ranks_per_node=per_node,
         )
         return _Waves(plan, method).within(bound)
 
@@ -165,7 +167,9 @@ def _choose_at_home(
         held = candidates[index].held
         chosen[index] = min(held, key=lambda rank: (loads[rank], -held[rank], rank))
         loads[chosen[index]] += own[index]
-    return Choice(ranks=tuple((chosen[i],) for i in range(len(own))), possible=possible)
+    return Choice(
+        ranks=tuple((chosen[i],) for i in range(len(own))), load=max(loads), possible=possible
+    )
 
 
 def _scheme(
@@ -174,24 +178,28 @@ def _scheme(
     candidate: Candidate,
     held: tuple[Share, ...],
     ranks: tuple[int, ...],
+    ranks_per_node: int,
 ) -> Scheme:
     if len(ranks) == 1 or splitting is None:
         return method.scheme(candidate.shape, held, ranks[0], (candidate.flops, candidate.cost))
     m, n = candidate.shape
-    count = len(ranks)
+    team = team_of(candidate.shape, len(ranks), ranks_per_node)
+    # Node by node as chosen; of a team those with one number on their nodes follow one another.
+    ranks = tuple(rank for number in range(team.on_each) for rank in ranks[number :: team.on_each])
     return Panels(
         shape=candidate.shape,
         shares=held,
         ranks=ranks,
+        team=team,
         work=tuple(
             (
                 rank,
-                splitting.flops(m, n, count, number),
-                part_cost(candidate, splitting, count, number),
+                splitting.flops(m, n, team.size, number),
+                part_cost(candidate, splitting, team, number),
             )
             for number, rank in enumerate(ranks)
         ),
-        requests=splitting.requests(m, n),
+        requests=splitting.requests(m, n, team),
     )
 
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from megatron_muon.placement import Panels, Plan, Splitting, buffer_bytes_of, even_cuts, make_plan
+from megatron_muon.placement.part_costs import Candidate, part_cost, team_of
 from megatron_muon.placement.regions import panels
-from megatron_muon.placement.splitting import Candidate, choose_ranks, part_cost
+from megatron_muon.placement.splitting import choose_ranks
 from tests.distributed.prescribed import Whole
 from tests.unit.placement.stages import (
     UNBOUNDED,
@@ -32,7 +33,11 @@ def splitting(**changes: Any) -> Splitting:
     values: dict[str, Any] = {
         "most_ranks": 4,
         "flops": lambda m, n, ranks, number: -(-cost(m, n) // ranks),
-        "requests": lambda m, n: ("scalars", "partials", "rows"),
+        "requests": lambda m, n, team: (
+            "scalars",
+            *team.sum_kinds(),
+            *team.share_kinds(),
+        ),
         "itemsize": 4,
         "scalar_itemsize": 4,
         "min_flops": 0,
@@ -168,7 +173,11 @@ def test_messages_that_take_longer_than_they_save_are_not_sent() -> None:
     assert {len(r) for r in chosen(100, ranks=8, flops_per_byte=1)} == {1}
     one = candidates(100)[0]
     costs = [
-        part_cost(one, splitting(flops=lambda m, n, k, j: 100 // k, flops_per_byte=f), 2)
+        part_cost(
+            one,
+            splitting(flops=lambda m, n, k, j: 100 // k, flops_per_byte=f),
+            team_of(one.shape, 2, 2),
+        )
         for f in (0, 1, 2)
     ]
     assert costs[0] == 50
