@@ -156,6 +156,13 @@ class PartCosts:
             self._known[key] = part_cost(candidate, self.splitting, team, number)
         return self._known[key]
 
+    def flops(self, index: int, count: int) -> int:
+        """Operations of the largest of ``count`` parts."""
+        candidate = self.candidates[index]
+        if count == 1 or self.splitting is None:
+            return candidate.flops
+        return self.splitting.flops(*candidate.shape, count, 0)
+
     def counts(self, index: int, most: int) -> list[int]:
         """Numbers of parts that a matrix may have: all that fit on a node, and whole nodes."""
         if self.splitting is None:

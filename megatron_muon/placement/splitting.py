@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_muon.placement.bounds import smallest_possible
@@ -70,45 +70,72 @@ def choose_ranks(
     near, far = (
         [max(least[i], costs.most_parts(i, most)) for i in every] for most in (per_node, ranks)
     )
-    found = _fastest(costs, least, near, ranks=ranks, ranks_per_node=per_node)
-    if near == far:
-        return found
-    few, many = WORTH_SPLITTING
-    possible = _possible(costs, far, ranks)
-    if possible * many <= found.load * few:
-        over_network = _fastest(costs, least, far, ranks=ranks, ranks_per_node=per_node)
-        if over_network.load * many <= found.load * few:
-            return over_network
-    return replace(found, possible=possible)
+    space = _Space(costs=costs, ranks=ranks, ranks_per_node=per_node)
+    found = _fastest(space, least, near)
+    if far != near:
+        few, many = WORTH_SPLITTING
+        possible = space.possible(far)
+        if possible * many <= found.load * few:
+            over_network = _fastest(space, least, far)
+            if over_network.load * many <= found.load * few:
+                found = over_network
+        found = replace(found, possible=possible)
+    return _with_fewer_operations(space, found, near)
 
 
-def _possible(costs: PartCosts, limits: Sequence[int], ranks: int) -> int:
-    return smallest_possible((costs.smallest(i, limit) for i, limit in enumerate(limits)), ranks)
+@dataclass(frozen=True, kw_only=True)
+class _Space:
+    """Where matrices are placed, and what their parts cost.
+
+    Attributes:
+        costs: Of the parts of all matrices.
+        ranks: Number of ranks.
+        ranks_per_node: As for ``assign_ranks``.
+    """
+
+    costs: PartCosts
+    ranks: int
+    ranks_per_node: int
+
+    def place(self, parts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Ranks of the matrices in these numbers of parts."""
+        works = [
+            Work(name=c.name, cost=self.costs(i, count), parts=count, held=c.held)
+            for i, (c, count) in enumerate(zip(self.costs.candidates, parts, strict=True))
+        ]
+        return assign_ranks(works, ranks=self.ranks, ranks_per_node=self.ranks_per_node)
+
+    def loads(
+        self, placed: Sequence[Sequence[int]], of_part: Callable[[int, int], int]
+    ) -> list[int]:
+        """What (matrix, number of parts) to the load of one part gives for every rank."""
+        loads = [0] * self.ranks
+        for index, chosen in enumerate(placed):
+            load = of_part(index, len(chosen))
+            for rank in chosen:
+                loads[rank] += load
+        return loads
+
+    def possible(self, limits: Sequence[int]) -> int:
+        """Load that the busiest rank has in any placement with so many parts at most."""
+        ways = (self.costs.smallest(i, limit) for i, limit in enumerate(limits))
+        return smallest_possible(ways, self.ranks)
 
 
-def _fastest(
-    costs: PartCosts,
-    least: Sequence[int],
-    limits: Sequence[int],
-    *,
-    ranks: int,
-    ranks_per_node: int,
-) -> Choice:
+def _fastest(space: _Space, least: Sequence[int], limits: Sequence[int]) -> Choice:
     """Of several ways to split the fastest, or the first one if it is hardly slower.
 
     The search ends with one that is near enough to what is possible, and begins with those that
     split least.
 
     Args:
-        costs: Of the parts of all matrices.
+        space: Where, and what it costs.
         least: The fewest parts of each matrix.
         limits: The most parts of each matrix.
-        ranks: Number of ranks.
-        ranks_per_node: As for ``assign_ranks``.
     """
-    possible = _possible(costs, limits, ranks)
-    best = _Best(costs, ranks, ranks_per_node, possible)
-    for parts in _ways(costs, limits, ranks, possible):
+    possible = space.possible(limits)
+    best = _Best(space, possible)
+    for parts in _ways(space, limits, possible):
         best.try_parts(tuple(map(max, parts, least)))
         if best.is_near_enough:
             break
@@ -116,19 +143,54 @@ def _fastest(
         target = possible * percent // 100
         if limits == least or best.is_near_enough or target >= best.load:
             break
-        mixed = _mixed(costs, limits, best.parts, ranks, target)
+        mixed = _mixed(space, limits, best.parts, target)
         best.try_parts(tuple(map(max, mixed, least)))
     load, placed = best.worth_it
     return Choice(ranks=placed, load=load, possible=possible)
 
 
+def _with_fewer_operations(space: _Space, choice: Choice, limits: Sequence[int]) -> Choice:
+    """More parts of what is split, while the rank with most operations gets fewer of them.
+
+    Operations are counted and the time of messages is a guess: of placements of one load the one
+    with fewer operations is better. So ranks that would have nothing to do get something.
+
+    Args:
+        space: Where, and what it costs.
+        choice: What was found.
+        limits: The most parts of each matrix; one with as many or more is left.
+    """
+    costs = space.costs
+    while True:
+        operations = space.loads(choice.ranks, costs.flops)
+        busiest = max(range(space.ranks), key=lambda rank: operations[rank])
+        largest = max(
+            (i for i, chosen in enumerate(choice.ranks) if busiest in chosen),
+            key=lambda i: costs.flops(i, len(choice.ranks[i])),
+            default=None,
+        )
+        if largest is None:
+            return choice
+        before, shape = len(choice.ranks[largest]), costs.candidates[largest].shape
+        more = next((k for k in costs.counts(largest, limits[largest]) if k > before), None)
+        if before == 1 or more is None:
+            return choice
+        parts = [
+            more if (len(chosen), candidate.shape) == (before, shape) else len(chosen)
+            for chosen, candidate in zip(choice.ranks, costs.candidates, strict=True)
+        ]
+        placed = space.place(parts)
+        is_slower = max(space.loads(placed, costs)) > choice.load
+        if is_slower or max(space.loads(placed, costs.flops)) >= operations[busiest]:
+            return choice
+        choice = replace(choice, ranks=placed)
+
+
 class _Best:
     """The fastest placement so far."""
 
-    def __init__(self, costs: PartCosts, ranks: int, ranks_per_node: int, possible: int) -> None:
-        self._costs = costs
-        self._ranks = ranks
-        self._ranks_per_node = ranks_per_node
+    def __init__(self, space: _Space, possible: int) -> None:
+        self._space = space
         self._possible = possible
         self.parts: tuple[int, ...] = ()
         self.placed: tuple[tuple[int, ...], ...] = ()
@@ -137,12 +199,8 @@ class _Best:
 
     def try_parts(self, parts: tuple[int, ...]) -> None:
         """Place matrices in these numbers of parts; kept if no placement before was as fast."""
-        works = [
-            Work(name=c.name, cost=self._costs(i, count), parts=count, held=c.held)
-            for i, (c, count) in enumerate(zip(self._costs.candidates, parts, strict=True))
-        ]
-        placed = assign_ranks(works, ranks=self._ranks, ranks_per_node=self._ranks_per_node)
-        load = _largest_load(works, placed, self._ranks)
+        placed = self._space.place(parts)
+        load = max(self._space.loads(placed, self._space.costs))
         if self._first is None:
             self._first = load, placed
         if self.load < 0 or load < self.load:
@@ -162,14 +220,13 @@ class _Best:
         return self.load * NEAR_ENOUGH[1] <= self._possible * NEAR_ENOUGH[0]
 
 
-def _ways(
-    costs: PartCosts, limits: Sequence[int], ranks: int, possible: int
-) -> Iterator[tuple[int, ...]]:
+def _ways(space: _Space, limits: Sequence[int], possible: int) -> Iterator[tuple[int, ...]]:
     """Numbers of parts of all matrices: none; those too large or left over; all above a size."""
+    costs = space.costs
     whole = (1,) * len(limits)
     yield whole
     seen = {whole}
-    left_over = _left_over(costs, limits, ranks, possible)
+    left_over = _left_over(space, limits, possible)
     for percent in _SIZES:
         every = [
             _parts(costs, i, limit, possible * percent // 100) for i, limit in enumerate(limits)
@@ -184,10 +241,11 @@ def _ways(
                 yield parts
 
 
-def _left_over(costs: PartCosts, limits: Sequence[int], ranks: int, possible: int) -> set[int]:
+def _left_over(space: _Space, limits: Sequence[int], possible: int) -> set[int]:
     """Matrices that no rank has room for, the largest first, once those too large are cut."""
+    costs = space.costs
     parts = [_parts(costs, i, limit, possible) for i, limit in enumerate(limits)]
-    loads = [(0, rank) for rank in range(ranks)]
+    loads = [(0, rank) for rank in range(space.ranks)]
     found = set()
     for index in sorted(
         range(len(parts)), key=lambda i: (-costs(i, parts[i]), costs.candidates[i].name)
@@ -203,9 +261,10 @@ def _left_over(costs: PartCosts, limits: Sequence[int], ranks: int, possible: in
 
 
 def _mixed(
-    costs: PartCosts, limits: Sequence[int], parts: Sequence[int], ranks: int, target: int
+    space: _Space, limits: Sequence[int], parts: Sequence[int], target: int
 ) -> tuple[int, ...]:
     """Other numbers of parts, also of equal matrices, with less work above a load."""
+    costs = space.costs
     kinds: dict[tuple[tuple[int, int], int], list[int]] = defaultdict(list)
     for index in sorted(range(len(parts)), key=lambda i: costs.candidates[i].name):
         candidate = costs.candidates[index]
@@ -217,7 +276,7 @@ def _mixed(
     for found, ways in zip(members, options, strict=True):
         of_each = Counter(parts[index] for index in found)
         counts.append(tuple(of_each[count] for count, _ in ways))
-    mixed = mix_parts(options, tuple(counts), ranks=ranks, target=target)
+    mixed = mix_parts(options, tuple(counts), ranks=space.ranks, target=target)
     result = list(parts)
     for found, ways, row in zip(members, options, mixed, strict=True):
         dealt = (count for (count, _), number in zip(ways, row, strict=True) for _ in range(number))
@@ -230,11 +289,3 @@ def _parts(costs: PartCosts, index: int, limit: int, size: int) -> int:
     """The fewest parts that are no larger than ``size``, or the most that there may be."""
     counts = costs.counts(index, limit)
     return next((count for count in counts if costs(index, count) <= size), counts[-1])
-
-
-def _largest_load(works: Sequence[Work], placed: Sequence[Sequence[int]], ranks: int) -> int:
-    loads = [0] * ranks
-    for work, chosen in zip(works, placed, strict=True):
-        for rank in chosen:
-            loads[rank] += work.cost
-    return max(loads)
