@@ -39,8 +39,6 @@ from megatron_muon.linalg.products import gram, symmetric_product_flops
 from megatron_muon.linalg.segments import Segments
 from megatron_muon.linalg.workspace import Workspace
 
-_MOST_ELEMENTS_OF_A_SUM = 1 << 22
-
 
 class PanelRequest(NamedTuple):
     """What a worker wants to have exchanged; all workers of a matrix want the same at once.
@@ -157,11 +155,9 @@ def panel_bytes(m: int, n: int, work: PanelWork, *, held: torch.dtype, compute: 
     """
     team = work.team
     start, end = team.rows[work.number]
-    first, last = team.group(work.number)
     squares = 2 * team.size * team.longest * m + 3 * (end - start) * m
-    sums = torch.promote_types(compute, torch.float32).itemsize * _rows_at_once(last - first, m) * m
     columns = columns_at_once(1, m, n, compute.itemsize)
-    total = compute.itemsize * (squares + m * columns) + sums
+    total = compute.itemsize * (squares + m * columns)
     if held != compute:
         wide = torch.promote_types(torch.promote_types(held, torch.float32), compute)
         total += m * n * (wide.itemsize + (0 if wide == compute else compute.itemsize))
@@ -252,29 +248,12 @@ class _Worker:
             total = self.a_rows if is_last else partial[: self.group_rows]
             received = scratch[: count * total.numel()]
             yield PanelRequest(kind, sent, received)
-            self._add(received.view(count, *total.shape), total)
+            # One kernel, which adds 16-bit parts in fp32 and rounds once.
+            torch.sum(received.view(count, *total.shape), dim=0, out=total)
             sent = total.view(-1)
-
-    def _add(self, parts: Tensor, total: Tensor) -> None:
-        """``total`` = the sum of its parts, in their order; of 16-bit parts rounded once."""
-        wide = torch.promote_types(self.dtype, torch.float32)
-        at_once = _rows_at_once(*total.shape)
-        memory = self.take("sum", at_once, self.m, dtype=wide)
-        for first in range(0, len(total), at_once):
-            here = slice(first, first + at_once)
-            found = memory[: len(total[here])]
-            found.copy_(parts[0, here])
-            for part in parts[1:]:
-                found.add_(part[here])
-            total[here].copy_(found)
 
     def _flat(self, square: Tensor) -> Tensor:
         return self._memory["a" if square is self.a else "z"]
-
-
-def _rows_at_once(rows: int, m: int) -> int:
-    """Rows of partial sums that are added at once, in 4 bytes an element."""
-    return max(1, min(rows, _MOST_ELEMENTS_OF_A_SUM // m))
 
 
 def _normalize_(own: _Worker, x: Tensor) -> PanelWorker:
