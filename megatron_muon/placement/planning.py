@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 from megatron_muon.matrices import LogicalMatrix, ShardedParameter, natural_key
 from megatron_muon.placement.buffer_bound import BufferTooSmallError, planned_within
-from megatron_muon.placement.memory import PhasesFunction, lane_peaks, wave_uses
+from megatron_muon.placement.memory import LanePhases, PhasesFunction, step_peaks, wave_uses
 from megatron_muon.placement.part_costs import Candidate, Splitting, part_cost, team_of
 from megatron_muon.placement.plan import CostFunction, Lane, Plan
 from megatron_muon.placement.regions import ExchangeGroup, Share, shares
+from megatron_muon.placement.schedule import LaneOrder, step_schedule
 from megatron_muon.placement.schemes import Panels, Scheme, SchemeFunction, whole_scheme
 from megatron_muon.placement.splitting import Choice, choose_ranks
 
@@ -217,11 +218,8 @@ class _Waves:
         self._whole = [i for i, scheme in enumerate(plan.schemes) if len(scheme.ranks) == 1]
         self._numels = [plan.matrices[index].numel for index in self._whole]
         self._owners = [plan.owners[index] for index in self._whole]
-        waves = _split_waves(plan)
-        self._split = [
-            (lane, self._lane_peaks(lane))
-            for lane in _with_fewer_slots(replace(plan.split, waves=waves))
-        ]
+        self._split = replace(plan.split, waves=_split_waves(plan))
+        self._split_phases = self._phases(self._split)
 
     def within(self, bound: int | None) -> Plan:
         """The plan with the fewest waves, but enough to overlap, that fit a bound on every rank.
@@ -254,25 +252,24 @@ class _Waves:
 
     def _plans(self) -> Iterator[Plan]:
         """From the fewest waves to the most, and then with fewer of them under way."""
-        cuts = [
-            (lane, self._lane_peaks(lane))
-            for lane in (replace(self._plan.main, waves=waves) for waves in self._cuts())
-        ]
-        for main, peaks in cuts:
-            yield self._with(main, peaks, *self._split[0])
-        for lane in list(_with_fewer_slots(cuts[-1][0]))[1:]:
-            peaks = self._lane_peaks(lane)
-            for split in self._split:
-                yield self._with(lane, peaks, *split)
+        for waves in self._cuts():
+            main = replace(self._plan.main, waves=waves)
+            phases = self._phases(main)
+            yield self._with(main, phases, self._split)
+        for lane in list(_with_fewer_slots(main))[1:]:
+            for split in _with_fewer_slots(self._split):
+                yield self._with(lane, phases, split)
 
-    def _with(
-        self, main: Lane, main_peaks: Mapping[int, int], split: Lane, split_peaks: Mapping[int, int]
-    ) -> Plan:
-        peaks = tuple(
-            main_peaks.get(rank, 0) + split_peaks.get(rank, 0)
-            for rank in range(self._plan.group.size)
+    def _with(self, main: Lane, phases: LanePhases, split: Lane) -> Plan:
+        both = phases, self._split_phases
+        turns = step_schedule(
+            *(
+                LaneOrder(there.messages, lane.slots, lane.alone)
+                for lane, there in zip((main, split), both, strict=True)
+            )
         )
-        return replace(self._plan, main=main, split=split, peak_bytes=peaks)
+        peaks = step_peaks(turns, both, ranks=self._plan.group.size)
+        return replace(self._plan, main=main, split=split, peak_bytes=tuple(peaks))
 
     def _cuts(self) -> Iterator[tuple[tuple[int, ...], ...]]:
         cap = initial_cap(
@@ -288,14 +285,14 @@ class _Waves:
                 return
             cap = cap * 3 // 4
 
-    def _lane_peaks(self, lane: Lane) -> dict[int, int]:
+    def _phases(self, lane: Lane) -> LanePhases:
         alone = self._plan.group.size == 1
         schemes = self._plan.schemes
         uses = [
             wave_uses([schemes[index] for index in wave], self._plan.itemsizes, alone=alone)
             for wave in lane.waves
         ]
-        return lane_peaks(uses, self._method.phases, slots=lane.slots, alone=lane.alone)
+        return LanePhases(uses, self._method.phases)
 
 
 def _with_fewer_slots(lane: Lane) -> Iterator[Lane]:
