@@ -35,7 +35,7 @@ from megatron_muon.linalg.newton_schulz import (
 from megatron_muon.linalg.norms import frobenius_norm, largest_magnitude
 from megatron_muon.linalg.panel_team import RequestKind, Team
 from megatron_muon.linalg.precision import full_precision_matmul
-from megatron_muon.linalg.products import gram, symmetric_product_flops
+from megatron_muon.linalg.products import bytes_beside, gram, symmetric_product_flops
 from megatron_muon.linalg.segments import Segments
 from megatron_muon.linalg.workspace import Workspace
 
@@ -143,13 +143,22 @@ def orthogonalize_panel_(
     return x
 
 
-def panel_bytes(m: int, n: int, work: PanelWork, *, held: torch.dtype, compute: torch.dtype) -> int:
+def panel_bytes(
+    m: int,
+    n: int,
+    work: PanelWork,
+    device: torch.device,
+    *,
+    held: torch.dtype,
+    compute: torch.dtype,
+) -> int:
     """Returns the bytes that ``orthogonalize_panel_`` allocates.
 
     Args:
         m: Smaller side of the matrix.
         n: Columns of the worker's panel.
         work: The worker's place.
+        device: Where.
         held: dtype of the panel.
         compute: Compute dtype.
     """
@@ -157,7 +166,7 @@ def panel_bytes(m: int, n: int, work: PanelWork, *, held: torch.dtype, compute: 
     start, end = team.rows[work.number]
     squares = 2 * team.size * team.longest * m + 3 * (end - start) * m
     columns = columns_at_once(1, m, n, compute.itemsize)
-    total = compute.itemsize * (squares + m * columns)
+    total = compute.itemsize * (squares + m * columns) + bytes_beside(m, n, device, compute)
     if held != compute:
         wide = torch.promote_types(torch.promote_types(held, torch.float32), compute)
         total += m * n * (wide.itemsize + (0 if wide == compute else compute.itemsize))

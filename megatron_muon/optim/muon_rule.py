@@ -125,6 +125,7 @@ class MuonRule:
             compute=self.compute_dtype,
             looks_ahead=self.nesterov,
             segments=lambda m, n: self.segments(m, n, device),
+            device=device,
         )
         return Method(
             cost=cost or flops,
