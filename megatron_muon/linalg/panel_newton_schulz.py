@@ -147,6 +147,7 @@ def panel_bytes(
     m: int,
     n: int,
     work: PanelWork,
+    segments: Segments,
     device: torch.device,
     *,
     held: torch.dtype,
@@ -158,13 +159,15 @@ def panel_bytes(
         m: Smaller side of the matrix.
         n: Columns of the worker's panel.
         work: The worker's place.
+        segments: The schedule as it is computed.
         device: Where.
         held: dtype of the panel.
         compute: Compute dtype.
     """
     team = work.team
     start, end = team.rows[work.number]
-    squares = 2 * team.size * team.longest * m + 3 * (end - start) * m
+    block_rows = 3 if any(len(segment) > 1 for segment in segments) else 2
+    squares = 2 * team.size * team.longest * m + block_rows * (end - start) * m
     columns = columns_at_once(1, m, n, compute.itemsize)
     total = compute.itemsize * (squares + m * columns) + bytes_beside(m, n, device, compute)
     if held != compute:

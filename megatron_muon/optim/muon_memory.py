@@ -65,7 +65,8 @@ class MuonMemory:
         panel = next(((s, j) for s, j in use.computed if isinstance(s, Panels)), None)
         middle = self._matrices(use) if panel is None else self._panel(use, *panel)
         first = Phase(peak=arriving + self._ahead(use.sent[SOURCE]), held=arriving)
-        return [first, *middle, Phase(peak=back + self._converted(back), held=0)]
+        converted = self._converted(min(back, self._in_small_runs(use)))
+        return [first, *middle, Phase(peak=back + converted, held=0)]
 
     def _ahead(self, nbytes: int) -> int:
         """Bytes to fill in so many of B."""
@@ -76,6 +77,17 @@ class MuonMemory:
         """Bytes to add so many of the update to the weights."""
         is_narrow = self.held.itemsize < 4
         return min(MOST_CONVERTED, nbytes // self.held.itemsize) * 4 * is_narrow
+
+    def _in_small_runs(self, use: WaveUse) -> int:
+        """Bytes that a rank holds in runs that are small enough to be converted, at most."""
+        numels = [
+            run.numel
+            for scheme, share in use.held
+            for run in share.runs
+            # Panels cut a run into pieces of any size.
+            if run.numel <= MOST_CONVERTED or isinstance(scheme, Panels)
+        ]
+        return sum(numels) * self.held.itemsize
 
     def _local(self, use: WaveUse) -> list[int]:
         """Bytes that a rank holds itself of each matrix or panel that it computes."""
@@ -133,4 +145,7 @@ class MuonMemory:
     def _panel_bytes(self, scheme: Panels, number: int) -> int:
         m, work = min(scheme.shape), PanelWork(team=scheme.team, number=number)
         columns = scheme.panels[number].numel // m
-        return panel_bytes(m, columns, work, self.device, held=self.held, compute=self.compute)
+        segments = self.segments(*scheme.shape)
+        return panel_bytes(
+            m, columns, work, segments, self.device, held=self.held, compute=self.compute
+        )

@@ -115,7 +115,9 @@ def shared(
         if done:
             assert len(done) == workers
             for work, space, (start, end) in zip(works, spaces, panels, strict=True):
-                planned = panel_bytes(m, end - start, work, x.device, held=x.dtype, compute=dtype)
+                planned = panel_bytes(
+                    m, end - start, work, segments, x.device, held=x.dtype, compute=dtype
+                )
                 assert space.nbytes <= planned
             return torch.cat(done, dim=1), kinds
         requests = following
