@@ -26,6 +26,7 @@ from megatron_muon.matrices import (
 )
 from megatron_muon.optim import MatrixRule, MuonRule, OrthDionRule
 from megatron_muon.placement import (
+    MOST_SPLIT_RANKS,
     CostFunction,
     ExchangeGroup,
     Method,
@@ -38,14 +39,8 @@ from megatron_muon.placement import (
 MethodFunction = Callable[[Sequence[LogicalMatrix], int], Method]
 """What planning has to know of an optimizer, from the matrices of a stage and its owners."""
 
-MOST_SPLIT_RANKS = 16
-"""Among which a matrix is split unless the user says otherwise; parts of more are thin.
-
-Two nodes of eight GPUs: a GPU of three sends as much again over the network for a third less work.
-"""
-
 RANKS_OF_A_NODE = 8
-"""The same where it is not known how many ranks a node has."""
+"""Among which a matrix is split where it is not known how many ranks a node has."""
 
 
 def make_rule(settings: MatrixConfig, device: torch.device) -> tuple[MatrixRule, MethodFunction]:

@@ -12,6 +12,7 @@ from megatron_muon.placement.part_costs import (
     FLOPS_PER_BYTE,
     FLOPS_PER_NETWORK_BYTE,
     MIN_SPLIT_FLOPS,
+    MOST_SPLIT_RANKS,
     Splitting,
 )
 from megatron_muon.placement.plan import CostFunction, Plan, RankLoad
@@ -31,6 +32,7 @@ __all__ = [
     "FLOPS_PER_BYTE",
     "FLOPS_PER_NETWORK_BYTE",
     "MIN_SPLIT_FLOPS",
+    "MOST_SPLIT_RANKS",
     "CostFunction",
     "CostTable",
     "ExchangeGroup",

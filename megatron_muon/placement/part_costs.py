@@ -18,6 +18,13 @@ and at 200 GB/s also in bytes (a square matrix of 1,700 among eight ranks: each 
 for 30 m³ operations).
 """
 
+MOST_SPLIT_RANKS = 16
+"""Among which a matrix is split unless the user says otherwise; parts of more are thin.
+
+Two nodes of eight GPUs. Over three each would send a third more over the network for two thirds of
+the work.
+"""
+
 FLOPS_PER_BYTE = {"cuda": 2000, "cpu": 20}
 """Operations that take as long as a byte between the ranks of a node, by device type.
 

@@ -94,7 +94,7 @@ def test_nothing_is_split_unless_asked_for(
     run = replace(RUN, config=replace(SPLIT, split_ranks=1))
     assert not any(ranks(run.world_size, _split_ranks, run))
     said = capfd.readouterr().out
-    assert "dominates the balance; --dmuon-split-ranks 8 would split it among owners" in said
+    assert "dominates the balance; --dmuon-split-ranks auto would split it" in said
 
 
 def _owners(rank: int, run: Run, table: Path | None, per_node: int | None) -> Any:
