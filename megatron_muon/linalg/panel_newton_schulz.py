@@ -152,8 +152,8 @@ def panel_bytes(
     *,
     held: torch.dtype,
     compute: torch.dtype,
-) -> int:
-    """Returns the bytes that ``orthogonalize_panel_`` allocates.
+) -> list[tuple[int, int]]:
+    """Returns the bytes that ``orthogonalize_panel_`` has allocated by each request and its end.
 
     Args:
         m: Smaller side of the matrix.
@@ -163,17 +163,29 @@ def panel_bytes(
         device: Where.
         held: dtype of the panel.
         compute: Compute dtype.
+
+    Returns:
+        (most since the request before, what is left).
     """
-    team = work.team
+    team, size = work.team, compute.itemsize
     start, end = team.rows[work.number]
-    block_rows = 3 if any(len(segment) > 1 for segment in segments) else 2
-    squares = 2 * team.size * team.longest * m + block_rows * (end - start) * m
-    columns = columns_at_once(1, m, n, compute.itemsize)
-    total = compute.itemsize * (squares + m * columns) + bytes_beside(m, n, device, compute)
-    if held != compute:
-        wide = torch.promote_types(torch.promote_types(held, torch.float32), compute)
-        total += m * n * (wide.itemsize + (0 if wide == compute else compute.itemsize))
-    return total
+    block_row, part = (end - start) * m * size, m * columns_at_once(1, m, n, size) * size
+    wide = torch.promote_types(torch.promote_types(held, torch.float32), compute)
+    alive = 2 * team.size * team.longest * m * size + 2 * block_row
+    alive += 0 if held in (compute, wide) else m * n * wide.itemsize
+    found = [(alive, alive)]
+    alive += 0 if compute in (held, wide) else m * n * size
+    q_rows = block_row
+    shares = len(tuple(team.share_kinds()))
+    for segment in segments:
+        found.append((alive + bytes_beside(m, n, device, compute), alive))
+        found += [(alive, alive)] * (len(tuple(team.sum_kinds())) + shares - 1)
+        if len(segment) > 1:
+            alive, q_rows = alive + q_rows, 0
+        squares = 1 if len(segment) == 1 else 2 * len(segment)
+        found += [(alive, alive)] * (squares * shares)
+        alive, part = alive + part, 0
+    return [*found, (alive, alive)]
 
 
 class _Worker:

@@ -102,14 +102,20 @@ class MuonMemory:
     def _panel(self, use: WaveUse, scheme: Panels, number: int) -> list[Phase]:
         """Between SOURCE and UPDATE, where this rank computes a panel."""
         held = scheme.panels[number].numel * self.held.itemsize
-        space = held + self._panel_bytes(scheme, number)
-        returning = use.sent[UPDATE] + use.received[UPDATE]
         (local,) = self._local(use)
+        steps = [
+            Phase(peak=held + peak, held=held + left)
+            for peak, left in self._panel_bytes(scheme, number)
+        ]
         filling = held + max(use.received[SOURCE], self._ahead(local))
-        begin = Phase(peak=max(filling, space), held=space)
-        applying = space + use.sent[UPDATE] + self._converted(local)
-        end = Phase(peak=max(applying, returning), held=returning)
-        return [begin, *[Phase(peak=space, held=space)] * (use.messages - 3), end]
+        steps[0] = steps[0]._replace(peak=max(filling, steps[0].peak))
+        *requests, last = steps
+        # The messages of other matrices of the wave are passed with everything in memory.
+        passed = [last] * (use.messages - 2 - len(requests))
+        applying = last.held + use.sent[UPDATE] + self._converted(local)
+        returning = use.sent[UPDATE] + use.received[UPDATE]
+        end = Phase(peak=max(last.peak, applying, returning), held=returning)
+        return [*requests, *passed, end]
 
     def _matrices(self, use: WaveUse) -> list[Phase]:
         """Between SOURCE and UPDATE, where this rank computes whole matrices or nothing."""
@@ -142,7 +148,7 @@ class MuonMemory:
             at_once, m, n, self.segments(m, n), self.device, held=self.held, compute=self.compute
         )
 
-    def _panel_bytes(self, scheme: Panels, number: int) -> int:
+    def _panel_bytes(self, scheme: Panels, number: int) -> list[tuple[int, int]]:
         m, work = min(scheme.shape), PanelWork(team=scheme.team, number=number)
         columns = scheme.panels[number].numel // m
         segments = self.segments(*scheme.shape)

@@ -42,7 +42,7 @@ RUNS = {
     "one TP rank": replace(RUN, tp=1, sequence_parallel=False),
     "experts": replace(RUN, model="moe", dp=2, ep=1),
     "two stages": replace(RUN, dp=2, pp=2, options=(("layers", 2),)),
-    "two nodes": replace(RUN, config=replace(SPLIT, split_ranks=8, ranks_per_node=4)),
+    "two nodes": replace(RUN, config=replace(SPLIT, ranks_per_node=2)),
 }
 
 

@@ -96,8 +96,14 @@ def shared(
         )
         for work, space, (start, end) in zip(works, spaces, panels, strict=True)
     ]
+    planned = [
+        panel_bytes(m, end - start, work, segments, x.device, held=x.dtype, compute=dtype)
+        for work, (start, end) in zip(works, panels, strict=True)
+    ]
     requests, kinds = [next(worker) for worker in running], []
     while True:
+        for space, steps in zip(spaces, planned, strict=True):
+            assert space.nbytes == steps[len(kinds)][1]
         kinds.append(requests[0].kind)
         exchange(requests, team, m)
         if kinds[-1] == "rows":
@@ -114,11 +120,8 @@ def shared(
                 done.append(stopped.value)
         if done:
             assert len(done) == workers
-            for work, space, (start, end) in zip(works, spaces, panels, strict=True):
-                planned = panel_bytes(
-                    m, end - start, work, segments, x.device, held=x.dtype, compute=dtype
-                )
-                assert space.nbytes <= planned
+            for space, steps in zip(spaces, planned, strict=True):
+                assert space.nbytes == steps[-1][1] and len(steps) == len(kinds) + 1
             return torch.cat(done, dim=1), kinds
         requests = following
 
