@@ -35,5 +35,6 @@ def test_sharing_makes_no_busiest_owner_slower(rows: list[BalanceRow]) -> None:
 
 def test_the_table_in_the_documents_is_what_the_benchmark_prints(rows: list[BalanceRow]) -> None:
     path = Path(__file__).parents[2] / "docs" / "owner-balance.md"
-    table = [line for line in path.read_text(encoding="utf-8").splitlines() if line[:1] == "|"]
-    assert table == balance_lines(rows)
+    printed = balance_lines(rows)
+    _, header, after = path.read_text(encoding="utf-8").partition(printed[0])
+    assert [line for line in (header + after).splitlines() if line[:1] == "|"] == printed
