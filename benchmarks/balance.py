@@ -15,13 +15,19 @@ from megatron_muon.linalg import (
     panel_flops,
     panel_requests,
 )
-from megatron_muon.placement import FLOPS_PER_BYTE, Splitting, even_cuts
-from megatron_muon.placement.splitting import Candidate, choose_ranks, part_cost
+from megatron_muon.placement import (
+    FLOPS_PER_BYTE,
+    FLOPS_PER_NETWORK_BYTE,
+    Splitting,
+    even_cuts,
+)
+from megatron_muon.placement.part_costs import Candidate, part_cost, team_of
+from megatron_muon.placement.splitting import choose_ranks
 
 CUDA = torch.device("cuda")
 TP = 8
 RANKS_PER_NODE = 8
-MOST_RANKS = 8
+MOST_RANKS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,12 +148,13 @@ def modelled_splitting(most_ranks: int = MOST_RANKS) -> Splitting:
     return Splitting(
         most_ranks=most_ranks,
         flops=flops,
-        requests=lambda m, n: panel_requests(
-            cheapest_segments(m, n, schedule, torch.bfloat16, CUDA)
+        requests=lambda m, n, team: panel_requests(
+            cheapest_segments(m, n, schedule, torch.bfloat16, CUDA), team
         ),
         itemsize=2,
         scalar_itemsize=4,
         flops_per_byte=FLOPS_PER_BYTE["cuda"],
+        flops_per_network_byte=FLOPS_PER_NETWORK_BYTE["cuda"],
     )
 
 
@@ -194,10 +201,11 @@ def _loads(
     candidates: list[Candidate], owners: int, splitting: Splitting | None
 ) -> tuple[list[int], int, int]:
     """Loads of all ranks, what no placement can beat, number of shared matrices."""
+    per_node = min(owners, RANKS_PER_NODE)
     chosen = choose_ranks(
         candidates,
         ranks=owners,
-        ranks_per_node=min(owners, RANKS_PER_NODE),
+        ranks_per_node=per_node,
         splitting=splitting,
     )
     loads = [0] * owners
@@ -206,7 +214,9 @@ def _loads(
             loads[rank] += (
                 candidate.cost
                 if splitting is None
-                else part_cost(candidate, splitting, len(ranks), number)
+                else part_cost(
+                    candidate, splitting, team_of(candidate.shape, len(ranks), per_node), number
+                )
             )
     return loads, chosen.possible, sum(len(ranks) > 1 for ranks in chosen.ranks)
 

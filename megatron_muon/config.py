@@ -262,8 +262,9 @@ class MatrixConfig:
     )
     split_ranks: int | None = setting(
         None,
-        "Most owners among which one matrix is split; auto: the ranks of a node. Split is what "
-        "makes the busiest owner faster by a tenth, or what would not fit in memory otherwise.",
+        "Most owners among which one matrix is split: ranks of one node, or all of several; auto: "
+        "16. Split is what makes the busiest owner faster by a tenth, or what would not fit in "
+        "memory otherwise.",
         Flag(
             name="--dmuon-split-ranks",
             values=replace(COUNT, words=f"{COUNT.words}, or auto, and 1 splits none", or_auto=True),
@@ -283,7 +284,8 @@ class MatrixConfig:
     ranks_per_node: int | None = setting(
         None,
         "Neighbouring ranks on one node; owners are chosen on the node of a matrix where that "
-        "costs no time, and ranks that split a matrix on one. Default: what torchrun says.",
+        "costs no time, and ranks that split a matrix on one, or on whole ones. Default: what "
+        "torchrun says; where it says nothing, all are on one, and auto splits among 8.",
         Flag(name="--matrix-ranks-per-node", values=COUNT),
     )
     exchange_buffer_mb: float | None = setting(

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_muon.dry_run.devices import Device
 from megatron_muon.dry_run.upstream import MODES
+from megatron_muon.placement import MOST_SPLIT_RANKS
 
 # Bytes of memory traffic of an element: gradient, masters, state, update and weight.
 _ADAM_TRAFFIC = 30
@@ -138,18 +139,8 @@ def recommendations(
     found = []
     groups = [group for stage in stages for group in stage["groups"] if group["matrices"]]
     dmuon = settings.optimizer == "dmuon"
-    lone = [g for g in groups if g["largest_matrix_flops"] > 1.1 * g["flops_mean"]]
-    if dmuon and lone and settings.split_ranks == 1:
-        worst = max(lone, key=lambda g: g["flops_max"])
-        parts = -(-worst["flops_max"] // max(1, int(worst["flops_mean"])))
-        ranks = 1 << min(parts, worst["tp"] * worst["dp"], 8).bit_length() - 1
-        if ranks > 1:
-            found.append(
-                f"--dmuon-split-ranks {ranks}: one {worst['domain']} matrix is "
-                f"{worst['largest_matrix_flops'] / 1e12:.3g} TFLOP and the mean of its "
-                f"{worst['tp'] * worst['dp']} ranks {worst['flops_mean'] / 1e12:.3g}; whole "
-                "matrices cannot be placed more evenly"
-            )
+    if dmuon and settings.split_ranks is not None and settings.split_ranks < MOST_SPLIT_RANKS:
+        found += _split_more(groups, settings)
     dear = [g for g in groups if g["sent_bytes"] > g["dmuon_sent_bytes"]]
     many = [g for g in groups if not dmuon and 2 * g["by_factors"] < g["matrices"]]
     if not dmuon and (dear or many):
@@ -177,3 +168,25 @@ def recommendations(
             "--matrix-exchange-buffer-mb make larger batches"
         )
     return found or ["nothing to change: no setting of ours is predicted to be faster by 10 %"]
+
+
+def _split_more(groups: Sequence[Mapping[str, Any]], settings: Any) -> list[str]:
+    """Advice where a part of the largest matrix is above the mean, as small as it may be."""
+    bound = settings.split_ranks
+    lone = [
+        g
+        for g in groups
+        if g["largest_matrix_flops"] > 1.1 * bound * g["flops_mean"]
+        and g["largest_matrix_flops"] >= settings.split_min_gflop * 1e9
+        and g["tp"] * g["dp"] > bound
+    ]
+    if not lone:
+        return []
+    worst = max(lone, key=lambda g: g["largest_matrix_flops"])
+    advice = (
+        f"--dmuon-split-ranks auto: one {worst['domain']} matrix is "
+        f"{worst['largest_matrix_flops'] / 1e12:.3g} TFLOP and the mean of its "
+        f"{worst['tp'] * worst['dp']} ranks {worst['flops_mean'] / 1e12:.3g}; "
+        f"--dmuon-split-ranks {bound} keeps more of them from sharing it"
+    )
+    return [advice]

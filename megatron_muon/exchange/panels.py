@@ -16,15 +16,15 @@ class Request(Protocol):
 
     @property
     def kind(self) -> str:
-        """``scalars``, ``partials`` or ``rows``."""
+        """What is sent among them; those of ``Panels.requests``."""
 
     @property
     def sent(self) -> torch.Tensor:
-        """A part for each of them, in their order, itself included; 1-D."""
+        """A part for each of its partners, in the order of their ranks, itself included; 1-D."""
 
     @property
     def received(self) -> torch.Tensor:
-        """Where a part of each of them goes; 1-D."""
+        """Where a part of each of them goes, in the same order; 1-D."""
 
 
 PanelWorker = Generator[Request, None, torch.Tensor]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -10,9 +10,8 @@ from megatron_muon.exchange.mailbox import ExchangeCounters, Flight, Mailbox, Wi
 from megatron_muon.exchange.transport import Transport
 from megatron_muon.linalg import MemoryPool
 from megatron_muon.placement import Plan
-from megatron_muon.placement.plan import Lane
-from megatron_muon.placement.program import WaveProgram, compile_wave
-from megatron_muon.placement.schedule import lane_schedule
+from megatron_muon.placement.program import compile_wave
+from megatron_muon.placement.schedule import LaneOrder, step_schedule
 
 WaveFunction = Callable[[Mailbox], Iterator[Flight]]
 """One wave of an update rule: yields each message that it has sent, ends when all is applied."""
@@ -68,16 +67,15 @@ class Exchange:
             small_side_first=small_side_first,
         )
         self.memory = MemoryPool(device)
-        self._lanes = tuple(
-            (lane, tuple(compile_wave(plan, wave, rank) for wave in lane.waves))
-            for lane in (plan.main, plan.split)
-        )
+        lanes = plan.main, plan.split
+        self._programs = [[compile_wave(plan, wave, rank) for wave in lane.waves] for lane in lanes]
+        self._order = [
+            LaneOrder([len(program.messages) for program in programs], lane.slots, lane.alone)
+            for lane, programs in zip(lanes, self._programs, strict=True)
+        ]
 
     def run(self, wave: WaveFunction) -> None:
-        """One step: every wave from its first message to its last.
-
-        The waves of split matrices are spread evenly between those of the others: ranks that have
-        a part of one have fewer matrices of their own, so that all end at the same time.
+        """One step: every wave from its first message to its last, in the order of the schedule.
 
         Args:
             wave: Generator of one wave; every rank calls it for every wave, also where it neither
@@ -85,36 +83,19 @@ class Exchange:
         """
         self.counters = ExchangeCounters()
         self.memory.reset()
-        main, split = (self._run_lane(lane, programs, wave) for lane, programs in self._lanes)
-        of_main, of_split = (
-            sum(len(program.messages) for program in programs) for _, programs in self._lanes
-        )
-        # The last message of the split lane is left for the end: it brings home what the last
-        # wave of the other need not wait for.
-        rest, done = max(0, of_split - 1), 0
-        for number, _ in enumerate(main, start=1):
-            while done < rest * number // of_main:
-                next(split)
-                done += 1
-        for _ in split:
-            pass
-        self.counters.peak_buffer_bytes = self.memory.peak
-
-    def _run_lane(
-        self, lane: Lane, programs: Sequence[WaveProgram], wave: WaveFunction
-    ) -> Iterator[None]:
-        """Run the waves of a lane; pauses after each message that was started."""
-        flying: dict[int, tuple[Mailbox, Iterator[Flight], Flight]] = {}
+        flying: dict[tuple[int, int], tuple[Mailbox, Iterator[Flight], Flight]] = {}
         passed: list[Flight] = []
-        lengths = [len(program.messages) for program in programs]
-        for number, sent in lane_schedule(lengths, slots=lane.slots, alone=lane.alone):
+        for lane, number, sent in step_schedule(*self._order):
             if not sent:
                 mail = Mailbox(
-                    programs[number], wire=self._wire, memory=self.memory, counters=self.counters
+                    self._programs[lane][number],
+                    wire=self._wire,
+                    memory=self.memory,
+                    counters=self.counters,
                 )
                 steps = wave(mail)
             else:
-                mail, steps, flight = flying.pop(number)
+                mail, steps, flight = flying.pop((lane, number))
                 if flight.sent.numel() or flight.received.numel():
                     flight.land()
                 else:
@@ -125,8 +106,8 @@ class Exchange:
             if following is None:
                 mail.finish()
             else:
-                flying[number] = mail, steps, following
-                del following
-                yield
+                flying[lane, number] = mail, steps, following
+            del following
         for flight in passed:
             flight.land()
+        self.counters.peak_buffer_bytes = self.memory.peak

@@ -62,7 +62,7 @@ def _dominating(settings: MatrixConfig, plan: Plan) -> list[str]:
         return []
     largest = plan.matrices[index]
     advice = (
-        f"; --dmuon-split-ranks {min(8, plan.group.size)} would split it among owners"
+        "; --dmuon-split-ranks auto would split it among owners where that is faster"
         if settings.optimizer == "dmuon"
         and settings.split_ranks == 1
         and plan.flops[index] >= settings.split_min_gflop * 1e9

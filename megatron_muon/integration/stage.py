@@ -26,6 +26,7 @@ from megatron_muon.matrices import (
 )
 from megatron_muon.optim import MatrixRule, MuonRule, OrthDionRule
 from megatron_muon.placement import (
+    MOST_SPLIT_RANKS,
     CostFunction,
     ExchangeGroup,
     Method,
@@ -35,15 +36,11 @@ from megatron_muon.placement import (
     make_plan,
 )
 
-MethodFunction = Callable[[Sequence[LogicalMatrix], int, int], Method]
-"""What planning has to know of an optimizer, from the matrices of a stage, its owners, and how many
-neighbours of these are on one node."""
-
-MOST_SPLIT_RANKS = 16
-"""Among which a matrix is split unless the user says otherwise; parts of more are thin."""
+MethodFunction = Callable[[Sequence[LogicalMatrix], int], Method]
+"""What planning has to know of an optimizer, from the matrices of a stage and its owners."""
 
 RANKS_OF_A_NODE = 8
-"""The same where it is not known how many ranks a node has."""
+"""Among which a matrix is split where it is not known how many ranks a node has."""
 
 
 def make_rule(settings: MatrixConfig, device: torch.device) -> tuple[MatrixRule, MethodFunction]:
@@ -72,7 +69,7 @@ def _orth_dion(settings: MatrixConfig, device: torch.device) -> tuple[MatrixRule
         state_dtype=STATE_DTYPES[settings.state_dtype],
     )
 
-    def method(matrices: Sequence[LogicalMatrix], owners: int, per_node: int) -> Method:
+    def method(matrices: Sequence[LogicalMatrix], owners: int) -> Method:
         _require_room_for_ranks(settings, matrices)
         return rule.method(settings.exchange)
 
@@ -97,9 +94,9 @@ def _dmuon(settings: MatrixConfig, device: torch.device) -> tuple[MatrixRule, Me
         exchange_dtype=resolve_exchange_dtype(settings.exchange_dtype, compute_dtype),
     )
 
-    def method(matrices: Sequence[LogicalMatrix], owners: int, per_node: int) -> Method:
+    def method(matrices: Sequence[LogicalMatrix], owners: int) -> Method:
         known = MOST_SPLIT_RANKS if _ranks_of_a_node(settings) else RANKS_OF_A_NODE
-        most = settings.split_ranks or min(per_node, known)
+        most = settings.split_ranks or known
         return rule.method(
             device,
             cost=_costs(settings, rule, matrices, owners=owners, device=device),
@@ -142,14 +139,13 @@ def plan_stage(
         parameters.append(parameter)
         logical.extend(logical_matrices(parameter, split=entry.split))
     group, bound = ExchangeGroup(tp=tp, dp=dp), settings.exchange_buffer_mb
-    per_node = domain.ranks_per_node(_ranks_of_a_node(settings))
     return make_plan(
         group=group,
         parameters=parameters,
         matrices=logical,
-        method=method(logical, group.size, per_node),
+        method=method(logical, group.size),
         buffer_bytes=None if bound is None else buffer_bytes_of(bound),
-        ranks_per_node=per_node,
+        ranks_per_node=domain.ranks_per_node(_ranks_of_a_node(settings)),
     )
 
 

@@ -32,6 +32,7 @@ from megatron_muon.linalg.panel_newton_schulz import (
     panel_flops,
     panel_requests,
 )
+from megatron_muon.linalg.panel_team import OVER_NETWORK, RequestKind, Team
 from megatron_muon.linalg.precision import (
     COMPUTE_POLICIES,
     EXCHANGE_POLICIES,
@@ -55,6 +56,7 @@ __all__ = [
     "COEFFICIENT_SETS",
     "COMPUTE_POLICIES",
     "EXCHANGE_POLICIES",
+    "OVER_NETWORK",
     "RIGHT_FACTORS",
     "SCALE_MODES",
     "STATE_DTYPES",
@@ -65,9 +67,11 @@ __all__ = [
     "PanelWork",
     "PanelWorker",
     "Refresh",
+    "RequestKind",
     "RightFactor",
     "Schedule",
     "Segments",
+    "Team",
     "Workspace",
     "carried_segments",
     "cheapest_segments",

@@ -46,9 +46,11 @@ class SymmetricKernel:
 
     def takes(self, x: Tensor) -> bool:
         """Whether matrices x (B, m, n) are large, contiguous and aligned as the kernel needs."""
-        m, n = x.shape[-2:]
-        is_large = 2 * m * m * n >= _SMALLEST_PRODUCT
-        return is_large and m % 8 == n % 8 == 0 and x.is_contiguous()
+        return self.takes_shape(*x.shape[-2:]) and x.is_contiguous()
+
+    def takes_shape(self, m: int, n: int) -> bool:
+        """Whether (m, n) matrices are large and aligned as the kernel needs."""
+        return 2 * m * m * n >= _SMALLEST_PRODUCT and m % 8 == n % 8 == 0
 
     def __call__(
         self, a: Tensor, c: Tensor | None, *, alpha: float, beta: float, out: Tensor

@@ -30,7 +30,13 @@ from torch import Tensor
 from megatron_muon.linalg.coefficients import Schedule
 from megatron_muon.linalg.norms import frobenius_norm, largest_magnitude
 from megatron_muon.linalg.precision import full_precision_matmul
-from megatron_muon.linalg.products import gram, small_side_first, square_plus, symmetric_mm
+from megatron_muon.linalg.products import (
+    bytes_beside,
+    gram,
+    small_side_first,
+    square_plus,
+    symmetric_mm,
+)
 from megatron_muon.linalg.segments import Segments, cheapest_segments
 from megatron_muon.linalg.workspace import Workspace
 
@@ -141,7 +147,14 @@ def orthogonalize_(
 
 
 def newton_schulz_bytes(
-    batch: int, m: int, n: int, segments: Segments, *, held: torch.dtype, compute: torch.dtype
+    batch: int,
+    m: int,
+    n: int,
+    segments: Segments,
+    device: torch.device,
+    *,
+    held: torch.dtype,
+    compute: torch.dtype,
 ) -> int:
     """Returns the bytes that ``orthogonalize_`` allocates for a batch of m×n matrices.
 
@@ -150,6 +163,7 @@ def newton_schulz_bytes(
         m: Rows.
         n: Columns.
         segments: The schedule as it is computed.
+        device: Where.
         held: dtype of the batch, which lies as it is computed on.
         compute: Compute dtype.
     """
@@ -158,6 +172,7 @@ def newton_schulz_bytes(
     squares = 4 if any(len(segment) > 1 for segment in segments) else 2
     columns = columns_at_once(batch, small, large, compute.itemsize)
     total = compute.itemsize * batch * small * (squares * small + columns)
+    total += max(bytes_beside(small, over, device, compute) for over in (small, large))
     if held != compute:
         wide = torch.promote_types(torch.promote_types(held, torch.float32), compute)
         total += numel * wide.itemsize + (0 if wide == compute else numel * compute.itemsize)

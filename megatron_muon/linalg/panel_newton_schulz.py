@@ -9,9 +9,11 @@ the m rows of everything square are cut into g blocks R_J. The iteration is that
     A, Z, Q          R_J of each product is computed by worker J, then sent to the others
     X_J ← Q X_J      alone
 
-Every block row is computed by one worker, so all have the same bits. Nothing here knows how
-messages are sent: a worker is a generator that yields a ``PanelRequest`` and goes on once that has
-been exchanged. Two squares are whole on every worker; each serves as the message of the other.
+Where the workers are on several nodes, the latter two messages are of two steps each, see
+``panel_team``. Every block row is computed by one worker, so all have the same bits. Nothing here
+knows how messages are sent: a worker is a generator that yields a ``PanelRequest`` and goes on once
+that has been exchanged. Two squares are whole on every worker; each serves as the message of the
+other.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,23 +33,18 @@ from megatron_muon.linalg.newton_schulz import (
     power_of_two,
 )
 from megatron_muon.linalg.norms import frobenius_norm, largest_magnitude
+from megatron_muon.linalg.panel_team import RequestKind, Team
 from megatron_muon.linalg.precision import full_precision_matmul
-from megatron_muon.linalg.products import gram, symmetric_product_flops
+from megatron_muon.linalg.products import bytes_beside, gram, symmetric_product_flops
 from megatron_muon.linalg.segments import Segments
 from megatron_muon.linalg.workspace import Workspace
-
-_MOST_ELEMENTS_OF_A_SUM = 1 << 22
-
-RequestKind = Literal["scalars", "partials", "rows"]
 
 
 class PanelRequest(NamedTuple):
     """What a worker wants to have exchanged; all workers of a matrix want the same at once.
 
-    Both tensors are contiguous, 1-D, and hold a part for (or from) each worker in their order,
-    itself included. ``scalars``: two numbers each. ``partials``: to worker K its block row of a
-    partial sum; from each its part of this worker's. ``rows``: this worker's block row to each;
-    from each its own, which together are the square.
+    Both tensors are contiguous, 1-D, and hold a part for (or from) each of ``Team.partners``, in
+    the order of their ranks, itself included.
     """
 
     kind: RequestKind
@@ -66,26 +63,21 @@ class PanelWork:
     """One worker's place in a matrix.
 
     Attributes:
-        rows: (first, end) of the block rows of all workers; they cover 0 … m, some may be empty.
+        team: All workers.
         number: Index of this worker.
     """
 
-    rows: tuple[tuple[int, int], ...]
+    team: Team
     number: int
 
-    @property
-    def longest(self) -> int:
-        """Rows of the largest block."""
-        return max(end - start for start, end in self.rows)
 
-
-def panel_requests(segments: Segments) -> tuple[RequestKind, ...]:
+def panel_requests(segments: Segments, team: Team) -> tuple[RequestKind, ...]:
     """Returns the kinds of all requests of a worker, in order."""
     found: list[RequestKind] = ["scalars"]
     for segment in segments:
         steps = len(segment)
         squares = 1 if steps == 1 else 2 * steps
-        found += ["partials", "rows", *(["rows"] * squares)]  # type: ignore[list-item]
+        found += [*team.sum_kinds(), *(1 + squares) * tuple(team.share_kinds())]
     return tuple(found)
 
 
@@ -139,7 +131,7 @@ def orthogonalize_panel_(
         if len(segment) == 1:
             ((alpha, beta, gamma),) = segment
             own.add_product(own.a_rows, own.a_rows, own.a, beta=beta, alpha=gamma, out=own.z_rows)
-            yield own.share(own.z_rows, into=own.z, through=own.a)
+            yield from own.share(own.z_rows, into=own.z, through=own.a)
             with own.exact():
                 multiply_(
                     x.unsqueeze(0), own.z.unsqueeze(0), workspace, beta=factor * alpha, alpha=factor
@@ -152,27 +144,48 @@ def orthogonalize_panel_(
 
 
 def panel_bytes(
-    m: int, n: int, rows: int, workers: int, *, held: torch.dtype, compute: torch.dtype
-) -> int:
-    """Returns the bytes that ``orthogonalize_panel_`` allocates.
+    m: int,
+    n: int,
+    work: PanelWork,
+    segments: Segments,
+    device: torch.device,
+    *,
+    held: torch.dtype,
+    compute: torch.dtype,
+) -> list[tuple[int, int]]:
+    """Returns the bytes that ``orthogonalize_panel_`` has allocated by each request and its end.
 
     Args:
         m: Smaller side of the matrix.
         n: Columns of the worker's panel.
-        rows: Rows of its block.
-        workers: Number of workers.
+        work: The worker's place.
+        segments: The schedule as it is computed.
+        device: Where.
         held: dtype of the panel.
         compute: Compute dtype.
+
+    Returns:
+        (most since the request before, what is left).
     """
-    longest = -(-m // workers)
-    squares = 2 * workers * longest * m + 3 * rows * m
-    sums = torch.promote_types(compute, torch.float32).itemsize * _rows_at_once(rows, m) * m
-    columns = columns_at_once(1, m, n, compute.itemsize)
-    total = compute.itemsize * (squares + m * columns) + sums
-    if held != compute:
-        wide = torch.promote_types(torch.promote_types(held, torch.float32), compute)
-        total += m * n * (wide.itemsize + (0 if wide == compute else compute.itemsize))
-    return total
+    team, size = work.team, compute.itemsize
+    start, end = team.rows[work.number]
+    block_row, part = (end - start) * m * size, m * columns_at_once(1, m, n, size) * size
+    wide = torch.promote_types(torch.promote_types(held, torch.float32), compute)
+    alive = 2 * team.size * team.longest * m * size + 2 * block_row
+    alive += 0 if held in (compute, wide) else m * n * wide.itemsize
+    found = [(alive, alive)]
+    alive += 0 if compute in (held, wide) else m * n * size
+    q_rows = block_row
+    shares = len(tuple(team.share_kinds()))
+    for segment in segments:
+        found.append((alive + bytes_beside(m, n, device, compute), alive))
+        found += [(alive, alive)] * (len(tuple(team.sum_kinds())) + shares - 1)
+        if len(segment) > 1:
+            alive, q_rows = alive + q_rows, 0
+        squares = 1 if len(segment) == 1 else 2 * len(segment)
+        found += [(alive, alive)] * (squares * shares)
+        alive, part = alive + part, 0
+    return [*found, (alive, alive)]
 
 
 class _Worker:
@@ -193,14 +206,16 @@ class _Worker:
         space: Workspace,
         device: torch.device,
     ) -> None:
-        self.start, self.end = work.rows[work.number]
-        self.workers = len(work.rows)
+        self.team = work.team
+        self.start, self.end = work.team.rows[work.number]
+        first, last = work.team.group(work.number)
+        self.group_rows = last - first
         self.m = m
         self.dtype = dtype
         self.space = space
         self.device = device
         # Every worker's part of the longest block row has room in it.
-        square = self.workers * work.longest * m
+        square = work.team.size * work.team.longest * m
         self._memory = {one: self.take(one, square) for one in ("a", "z")}
         self.a, self.z = (flat[: m * m].view(m, m) for flat in self._memory.values())
         self.a_rows, self.z_rows = self.rows_named("a rows"), self.rows_named("z rows")
@@ -232,37 +247,37 @@ class _Worker:
         with self.exact():
             torch.addmm(add, left, right, beta=beta, alpha=alpha, out=out)
 
-    def share(self, rows: Tensor, *, into: Tensor, through: Tensor) -> PanelRequest:
+    def share(self, rows: Tensor, *, into: Tensor, through: Tensor) -> _Steps:
         """This worker's block row to all; ``through`` is overwritten."""
-        sent = self._flat(through)[: self.workers * rows.numel()]
-        sent.view(self.workers, *rows.shape).copy_(rows)
-        return PanelRequest("rows", sent, into.view(-1))
+        whole, scratch = into.view(-1), self._flat(through)
+        for kind in self.team.share_kinds():
+            across = kind == "blocks"
+            copies = self.team.nodes if across else self.team.on_each
+            sent = scratch[: copies * rows.numel()]
+            sent.view(copies, *rows.shape).copy_(rows)
+            received = whole[: self.group_rows * self.m] if across else whole
+            yield PanelRequest(kind, sent, received)
+            rows = received.view(-1, self.m)
 
     def add_up(self, partial: Tensor, *, through: Tensor) -> _Steps:
-        """The sum of all partial sums, into this worker's rows of A; ``through`` is overwritten."""
-        rows = self.a_rows
-        received = self._flat(through)[: self.workers * rows.numel()]
-        yield PanelRequest("partials", partial.view(-1), received)
-        parts = received.view(self.workers, *rows.shape)
-        # Of 16-bit parts the sum is rounded once.
-        wide = torch.promote_types(self.dtype, torch.float32)
-        at_once = _rows_at_once(*rows.shape)
-        total = self.take("sum", at_once, self.m, dtype=wide)
-        for first in range(0, len(rows), at_once):
-            here = slice(first, first + at_once)
-            found = total[: len(rows[here])]
-            found.copy_(parts[0, here])
-            for part in parts[1:]:
-                found.add_(part[here])
-            rows[here].copy_(found)
+        """The sum of all partial sums, into this worker's rows of A; both squares are overwritten.
+
+        Between nodes what has been sent makes room for the sum of the node.
+        """
+        sent, scratch = partial.view(-1), self._flat(through)
+        kinds = tuple(self.team.sum_kinds())
+        for kind in kinds:
+            is_last = kind == kinds[-1]
+            count = self.team.nodes if kind == "sums" else self.team.on_each
+            total = self.a_rows if is_last else partial[: self.group_rows]
+            received = scratch[: count * total.numel()]
+            yield PanelRequest(kind, sent, received)
+            # One kernel, which adds 16-bit parts in fp32 and rounds once.
+            torch.sum(received.view(count, *total.shape), dim=0, out=total)
+            sent = total.view(-1)
 
     def _flat(self, square: Tensor) -> Tensor:
         return self._memory["a" if square is self.a else "z"]
-
-
-def _rows_at_once(rows: int, m: int) -> int:
-    """Rows of partial sums that are added at once, in 4 bytes an element."""
-    return max(1, min(rows, _MOST_ELEMENTS_OF_A_SUM // m))
 
 
 def _normalize_(own: _Worker, x: Tensor) -> PanelWorker:
@@ -275,8 +290,8 @@ def _normalize_(own: _Worker, x: Tensor) -> PanelWorker:
         scalars[0] = power_of_two(largest_magnitude(x.unsqueeze(0)).view(()))
         x.div_(scalars[0])
         scalars[1] = frobenius_norm(x.unsqueeze(0)).view(())
-    everyone = torch.empty(own.workers, 2, dtype=wide, device=x.device)
-    yield PanelRequest("scalars", scalars.repeat(own.workers), everyone.view(-1))
+    everyone = torch.empty(own.team.size, 2, dtype=wide, device=x.device)
+    yield PanelRequest("scalars", scalars.repeat(own.team.size), everyone.view(-1))
     # In units of the largest of all: the same order of the same numbers for every worker.
     top = everyone[:, 0].amax()
     shares = everyone[:, 0] / top.masked_fill(top == 0, 1.0)
@@ -291,7 +306,7 @@ def _gram(own: _Worker, x: Tensor) -> _Steps:
     with own.exact():
         gram(x.unsqueeze(0), out=own.z.unsqueeze(0))
     yield from own.add_up(own.z, through=own.a)
-    yield own.share(own.a_rows, into=own.a, through=own.z)
+    yield from own.share(own.a_rows, into=own.a, through=own.z)
 
 
 def _carried(own: _Worker, segment: Schedule, factor: float) -> _Steps:
@@ -303,7 +318,7 @@ def _carried(own: _Worker, segment: Schedule, factor: float) -> _Steps:
     q, y = own.rows_named("q rows"), own.z_rows
     for index, (alpha, beta, gamma) in enumerate(segment):
         own.add_product(own.a_rows, own.a_rows, own.a, beta=beta, alpha=gamma, out=own.z_rows)
-        yield own.share(own.z_rows, into=own.z, through=own.a)
+        yield from own.share(own.z_rows, into=own.z, through=own.a)
         if index == 0:
             q.copy_(own.z_rows)
             q[:, own.start : own.end].diagonal().add_(alpha)
@@ -313,7 +328,7 @@ def _carried(own: _Worker, segment: Schedule, factor: float) -> _Steps:
         if index + 1 < len(segment):
             own.add_product(own.a_rows, own.a_rows, own.z, beta=alpha, out=y)
             own.add_product(y, y, own.z, beta=alpha, out=own.a_rows)
-            yield own.share(own.a_rows, into=own.a, through=own.z)
+            yield from own.share(own.a_rows, into=own.a, through=own.z)
     if factor != 1.0:
         q.mul_(factor)
-    yield own.share(q, into=own.z, through=own.a)
+    yield from own.share(q, into=own.z, through=own.a)

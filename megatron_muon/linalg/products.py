@@ -41,6 +41,15 @@ def symmetric_product_flops(m: int, n: int, device: torch.device) -> int:
     return sum(2 * n * (end - start) * end for start, end in block_rows(m, device))
 
 
+def bytes_beside(m: int, n: int, device: torch.device, dtype: torch.dtype) -> int:
+    """Bytes that X Xᵀ of an m×n matrix takes beside its result.
+
+    A kernel puts it into memory of its own.
+    """
+    kernel = symmetric_kernel(device, dtype)
+    return m * m * dtype.itemsize if kernel is not None and kernel.takes_shape(m, n) else 0
+
+
 def gram(x: Tensor, out: Tensor) -> None:
     """``out`` (B, m, m) = X Xᵀ of x (B, m, n)."""
     kernel = symmetric_kernel(x.device, x.dtype)

@@ -110,7 +110,7 @@ class _Step:
         self._fill(*mail.local({matrix: placed}, only_sources=True))
         worker = orthogonalize_panel_(
             panel,
-            PanelWork(rows=scheme.rows, number=scheme.ranks.index(self.rank)),
+            PanelWork(team=scheme.team, number=scheme.ranks.index(self.rank)),
             self.rule.segments(*scheme.shape, panel.device),
             compute_dtype=self.rule.compute_dtype,
             scale=self.rule.scale(*scheme.shape),

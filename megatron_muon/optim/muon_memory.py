@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from megatron_muon.linalg import Segments, columns_at_once, newton_schulz_bytes, panel_bytes
+from megatron_muon.linalg import (
+    PanelWork,
+    Segments,
+    columns_at_once,
+    newton_schulz_bytes,
+    panel_bytes,
+)
 from megatron_muon.optim.rule import MOST_CONVERTED
 from megatron_muon.placement import Panels
 from megatron_muon.placement.memory import Phase, WaveUse
@@ -43,68 +49,109 @@ class MuonMemory:
         compute: Element type of the iteration.
         looks_ahead: Whether what is sent is a sum (Nesterov).
         segments: How an (m, n) matrix is iterated.
+        device: Where.
     """
 
     held: torch.dtype
     compute: torch.dtype
     looks_ahead: bool
     segments: Callable[[int, int], Segments]
+    device: torch.device
 
     def phases(self, use: WaveUse) -> list[Phase]:
         """Memory of a wave on one rank."""
-        is_narrow = self.held.itemsize < 4
         arriving = use.sent[SOURCE] + use.received[SOURCE]
         back = use.received[UPDATE]
-        ahead = 4 * MOST_ELEMENTS_AHEAD if self.looks_ahead and is_narrow else 0
-        converted = min(4 * MOST_CONVERTED, 2 * back) if is_narrow else 0
         panel = next(((s, j) for s, j in use.computed if isinstance(s, Panels)), None)
-        middle = self._matrices(use, ahead) if panel is None else self._panel(use, *panel)
-        first = Phase(peak=arriving + ahead, held=arriving)
+        middle = self._matrices(use) if panel is None else self._panel(use, *panel)
+        first = Phase(peak=arriving + self._ahead(use.sent[SOURCE]), held=arriving)
+        converted = self._converted(min(back, self._in_small_runs(use)))
         return [first, *middle, Phase(peak=back + converted, held=0)]
+
+    def _ahead(self, nbytes: int) -> int:
+        """Bytes to fill in so many of B."""
+        is_summed = self.looks_ahead and self.held.itemsize < 4
+        return min(MOST_ELEMENTS_AHEAD, nbytes // self.held.itemsize) * 4 * is_summed
+
+    def _converted(self, nbytes: int) -> int:
+        """Bytes to add so many of the update to the weights."""
+        is_narrow = self.held.itemsize < 4
+        return min(MOST_CONVERTED, nbytes // self.held.itemsize) * 4 * is_narrow
+
+    def _in_small_runs(self, use: WaveUse) -> int:
+        """Bytes that a rank holds in runs that are small enough to be converted, at most."""
+        numels = [
+            run.numel
+            for scheme, share in use.held
+            for run in share.runs
+            # Panels cut a run into pieces of any size.
+            if run.numel <= MOST_CONVERTED or isinstance(scheme, Panels)
+        ]
+        return sum(numels) * self.held.itemsize
+
+    def _local(self, use: WaveUse) -> list[int]:
+        """Bytes that a rank holds itself of each matrix or panel that it computes."""
+        shares = {id(scheme): share for scheme, share in use.held}
+        return [
+            shares[id(scheme)].elements_in(scheme.region(number)) * self.held.itemsize
+            if id(scheme) in shares
+            else 0
+            for scheme, number in use.computed
+        ]
 
     def _panel(self, use: WaveUse, scheme: Panels, number: int) -> list[Phase]:
         """Between SOURCE and UPDATE, where this rank computes a panel."""
         held = scheme.panels[number].numel * self.held.itemsize
-        space = held + self._panel_bytes(scheme, number)
+        (local,) = self._local(use)
+        steps = [
+            Phase(peak=held + peak, held=held + left)
+            for peak, left in self._panel_bytes(scheme, number)
+        ]
+        filling = held + max(use.received[SOURCE], self._ahead(local))
+        steps[0] = steps[0]._replace(peak=max(filling, steps[0].peak))
+        *requests, last = steps
+        # The messages of other matrices of the wave are passed with everything in memory.
+        passed = [last] * (use.messages - 2 - len(requests))
+        applying = last.held + use.sent[UPDATE] + self._converted(local)
         returning = use.sent[UPDATE] + use.received[UPDATE]
-        begin = Phase(peak=max(use.received[SOURCE] + held, space), held=space)
-        end = Phase(peak=max(space + use.sent[UPDATE], returning), held=returning)
-        return [begin, *[Phase(peak=space, held=space)] * (use.messages - 3), end]
+        end = Phase(peak=max(last.peak, applying, returning), held=returning)
+        return [*requests, *passed, end]
 
-    def _matrices(self, use: WaveUse, ahead: int) -> list[Phase]:
+    def _matrices(self, use: WaveUse) -> list[Phase]:
         """Between SOURCE and UPDATE, where this rank computes whole matrices or nothing."""
         there, sent = use.received[SOURCE], use.sent[UPDATE]
         returning = sent + use.received[UPDATE]
         shapes = Counter(scheme.region(0).shape for scheme, _ in use.computed)
+        local: dict[tuple[int, int], int] = defaultdict(int)
+        for (scheme, _), nbytes in zip(use.computed, self._local(use), strict=True):
+            local[scheme.region(0).shape] += nbytes
         waiting = sum(m * n * count for (m, n), count in shapes.items()) * self.held.itemsize
-        peak, waiting = there + waiting, waiting + ahead
+        peak = there + waiting
         for number, shape in enumerate(sorted(shapes)):
             space = self._batch_bytes(shapes[shape], *shape)
             before = sent if number else 0
             # A result that lies in the batch outlives the workspace.
             in_place = is_in_place(shapes[shape], *shape, held=self.held, compute=self.compute)
             after = 0 if in_place else space
-            peak = max(peak, waiting + space + before, waiting + after + sent)
+            computing = before + max(space, self._ahead(local[shape]))
+            peak = max(peak, waiting + max(computing, after + sent + self._converted(local[shape])))
             waiting -= shapes[shape] * shape[0] * shape[1] * self.held.itemsize
         if use.messages == 2:
             return [Phase(peak=max(peak, returning), held=returning)]
         # Another rank's panels: requests are passed with nothing in memory.
-        passed = [Phase(peak=there, held=0)] + [Phase(peak=0, held=0)] * (use.messages - 3)
+        passed = [Phase(peak=peak, held=sent)] + [Phase(peak=sent, held=sent)] * (use.messages - 3)
         return [*passed, Phase(peak=returning, held=returning)]
 
     def _batch_bytes(self, count: int, m: int, n: int) -> int:
         at_once = min(count, matrices_at_once(m, n))
-        segments = self.segments(m, n)
-        return newton_schulz_bytes(at_once, m, n, segments, held=self.held, compute=self.compute)
+        return newton_schulz_bytes(
+            at_once, m, n, self.segments(m, n), self.device, held=self.held, compute=self.compute
+        )
 
-    def _panel_bytes(self, scheme: Panels, number: int) -> int:
-        (start, end), panel = scheme.rows[number], scheme.panels[number]
-        m = min(scheme.shape)
+    def _panel_bytes(self, scheme: Panels, number: int) -> list[tuple[int, int]]:
+        m, work = min(scheme.shape), PanelWork(team=scheme.team, number=number)
+        columns = scheme.panels[number].numel // m
+        segments = self.segments(*scheme.shape)
         return panel_bytes(
-            m,
-            panel.numel // m,
-            end - start,
-            len(scheme.ranks),
-            held=self.held,
-            compute=self.compute,
+            m, columns, work, segments, self.device, held=self.held, compute=self.compute
         )

@@ -22,6 +22,7 @@ from megatron_muon.optim.muon_memory import MuonMemory
 from megatron_muon.optim.rule import MatrixRange, OwnedState, dtype_name
 from megatron_muon.placement import (
     FLOPS_PER_BYTE,
+    FLOPS_PER_NETWORK_BYTE,
     CostFunction,
     Method,
     Plan,
@@ -124,6 +125,7 @@ class MuonRule:
             compute=self.compute_dtype,
             looks_ahead=self.nesterov,
             segments=lambda m, n: self.segments(m, n, device),
+            device=device,
         )
         return Method(
             cost=cost or flops,
@@ -139,7 +141,6 @@ class MuonRule:
         device: torch.device,
         *,
         min_flops: int,
-        flops_per_byte: int | None = None,
     ) -> Splitting:
         """How several ranks compute a matrix.
 
@@ -147,7 +148,6 @@ class MuonRule:
             most_ranks: Most ranks that compute one.
             device: Where they compute.
             min_flops: Operations of a matrix below which it is not split.
-            flops_per_byte: ``FLOPS_PER_BYTE`` of the device by default.
         """
 
         def flops(m: int, n: int, ranks: int, number: int) -> int:
@@ -160,13 +160,12 @@ class MuonRule:
         return Splitting(
             most_ranks=most_ranks,
             flops=flops,
-            requests=lambda m, n: panel_requests(self.segments(m, n, device)),
+            requests=lambda m, n, team: panel_requests(self.segments(m, n, device), team),
             itemsize=self.dtypes["squares"].itemsize,
             scalar_itemsize=self.dtypes["scalars"].itemsize,
             min_flops=min_flops,
-            flops_per_byte=(
-                FLOPS_PER_BYTE[device.type] if flops_per_byte is None else flops_per_byte
-            ),
+            flops_per_byte=FLOPS_PER_BYTE[device.type],
+            flops_per_network_byte=FLOPS_PER_NETWORK_BYTE[device.type],
         )
 
     def step(

@@ -32,7 +32,7 @@ class MatrixRange:
 
 
 MOST_CONVERTED = 1 << 23
-"""Elements of updates that are converted at once to the dtype of the weights."""
+"""Most elements of updates that are converted at once to the dtype of the weights."""
 
 OwnedState = MutableMapping[str, torch.Tensor]
 """State that belongs to a matrix's owner, by the matrix's name."""
@@ -95,15 +95,17 @@ def add_all(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor], fact
     It cannot where dtypes differ; there small terms are converted first, some at a time.
     """
     group: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for number, (target, term) in enumerate(zip(targets, terms, strict=True), start=1):
-        if target.dtype != term.dtype and term.numel() > MOST_CONVERTED:
+    converted = 0
+    for target, term in zip(targets, terms, strict=True):
+        count = term.numel() if target.dtype != term.dtype else 0
+        if count > MOST_CONVERTED:
             target.add_(term, alpha=factor)
             continue
-        group.append((target, term))
-        is_full = target.dtype != term.dtype and sum(t.numel() for _, t in group) > MOST_CONVERTED
-        if is_full or number == len(targets):
+        if converted + count > MOST_CONVERTED:
             _add_group(group, factor)
-            group = []
+            group, converted = [], 0
+        group.append((target, term))
+        converted += count
     _add_group(group, factor)
 
 

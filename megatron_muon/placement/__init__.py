@@ -8,6 +8,13 @@ from megatron_muon.placement.cost_table import (
     write_cost_table,
 )
 from megatron_muon.placement.factor_shape import FactorShape
+from megatron_muon.placement.part_costs import (
+    FLOPS_PER_BYTE,
+    FLOPS_PER_NETWORK_BYTE,
+    MIN_SPLIT_FLOPS,
+    MOST_SPLIT_RANKS,
+    Splitting,
+)
 from megatron_muon.placement.plan import CostFunction, Plan, RankLoad
 from megatron_muon.placement.planning import Method, make_plan
 from megatron_muon.placement.regions import (
@@ -20,11 +27,12 @@ from megatron_muon.placement.regions import (
     shares,
 )
 from megatron_muon.placement.schemes import Factors, Panels, Scheme, Whole
-from megatron_muon.placement.splitting import FLOPS_PER_BYTE, MIN_SPLIT_FLOPS, Splitting
 
 __all__ = [
     "FLOPS_PER_BYTE",
+    "FLOPS_PER_NETWORK_BYTE",
     "MIN_SPLIT_FLOPS",
+    "MOST_SPLIT_RANKS",
     "CostFunction",
     "CostTable",
     "ExchangeGroup",

@@ -11,7 +11,7 @@ problems", 2001). If even the cheapest numbers of parts exceed the ranks, T is i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 
 Options = tuple[tuple[int, int], ...]
@@ -84,8 +84,3 @@ def _share(cost: int, load: int, together: int) -> int:
         return cost
     times, rest = divmod((together + 1) * cost, load)
     return cost * together if rest == 0 else times * load
-
-
-def options_of(costs: Sequence[int]) -> Options:
-    """Ways of cutting a matrix, from the cost of a part at 1, 2, … parts."""
-    return tuple((count, cost) for count, cost in enumerate(costs, start=1))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_muon.placement.regions import Share
-from megatron_muon.placement.schedule import lane_schedule
+from megatron_muon.placement.schedule import Turn
 from megatron_muon.placement.schemes import Round, Scheme
 
 
@@ -74,35 +74,53 @@ def wave_uses(
     return dict(found)
 
 
-def lane_peaks(
-    uses: Sequence[Mapping[int, WaveUse]], phases: PhasesFunction, *, slots: int, alone: bool
-) -> dict[int, int]:
-    """Most bytes that every rank holds for the waves of a lane.
+class LanePhases:
+    """Memory of the waves of a lane.
+
+    Attributes:
+        messages: Messages of each wave.
+        of_rank: For each rank, by the number of a wave, its phases.
 
     Args:
         uses: For each wave what each rank has to do with it.
         phases: Memory of one wave on one rank.
-        slots: As for ``lane_schedule``.
-        alone: As for ``lane_schedule``.
     """
-    order = list(
-        lane_schedule(
-            [next(iter(wave.values())).messages for wave in uses], slots=slots, alone=alone
-        )
+
+    def __init__(self, uses: Sequence[Mapping[int, WaveUse]], phases: PhasesFunction) -> None:
+        self.messages = tuple(next(iter(wave.values())).messages for wave in uses)
+        self.of_rank: dict[int, dict[int, Sequence[Phase]]] = defaultdict(dict)
+        for number, wave in enumerate(uses):
+            for rank, use in wave.items():
+                self.of_rank[rank][number] = phases(use)
+
+
+def step_peaks(turns: Iterable[Turn], lanes: Sequence[LanePhases], *, ranks: int) -> list[int]:
+    """Most bytes that every rank holds at once.
+
+    Args:
+        turns: What ``step_schedule`` gives.
+        lanes: Memory of both lanes.
+        ranks: Number of ranks.
+    """
+    of_wave: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for time, turn in enumerate(turns):
+        of_wave[turn.lane, turn.wave].append((time, turn.sent))
+    return [_peak(of_wave, [lane.of_rank.get(rank, {}) for lane in lanes]) for rank in range(ranks)]
+
+
+def _peak(
+    of_wave: Mapping[tuple[int, int], Sequence[tuple[int, int]]],
+    lanes: Sequence[Mapping[int, Sequence[Phase]]],
+) -> int:
+    own = sorted(
+        (time, sent, phases)
+        for lane, waves in enumerate(lanes)
+        for wave, phases in waves.items()
+        for time, sent in of_wave[lane, wave]
     )
-    by_rank: dict[int, dict[int, Sequence[Phase]]] = defaultdict(dict)
-    for number, wave in enumerate(uses):
-        for rank, use in wave.items():
-            by_rank[rank][number] = phases(use)
-    return {rank: _peak(order, waves) for rank, waves in by_rank.items()}
-
-
-def _peak(order: Sequence[tuple[int, int]], waves: Mapping[int, Sequence[Phase]]) -> int:
     alive = peak = 0
-    for wave, sent in order:
-        if wave in waves:
-            before = waves[wave][sent - 1].held if sent else 0
-            phase = waves[wave][sent]
-            peak = max(peak, alive - before + phase.peak)
-            alive += phase.held - before
+    for _, sent, phases in own:
+        before = phases[sent - 1].held if sent else 0
+        peak = max(peak, alive - before + phases[sent].peak)
+        alive += phases[sent].held - before
     return peak

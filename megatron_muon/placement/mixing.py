@@ -10,16 +10,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 
+from megatron_muon.placement.bounds import Options
+
 MOST_STEPS = 1 << 20
 """Parts placed and ranks looked at in one search: some tenths of a second."""
 
 Counts = tuple[tuple[int, ...], ...]
-"""For each kind the number of its matrices that are cut into 1, 2, … parts."""
+"""For each kind the number of its matrices that are cut in each of the ways that there are."""
 
 _Score = tuple[int, int]
 
 
-def mix_parts(costs: Sequence[Sequence[int]], counts: Counts, *, ranks: int, target: int) -> Counts:
+def mix_parts(options: Sequence[Options], counts: Counts, *, ranks: int, target: int) -> Counts:
     """Change the numbers of parts step by step, while less work is left above a target.
 
     In every step the best of all changes is made: of the matrices of one kind all, half, a quarter
@@ -27,7 +29,7 @@ def mix_parts(costs: Sequence[Sequence[int]], counts: Counts, *, ranks: int, tar
     matrices are put together again as far as no more work comes to be above the target.
 
     Args:
-        costs: For each kind the cost of a part at 1, 2, … parts.
+        options: For each kind the ways of cutting one.
         counts: Where to start.
         ranks: Number of ranks; no matrix has more parts.
         target: Load that no rank is to exceed.
@@ -35,7 +37,7 @@ def mix_parts(costs: Sequence[Sequence[int]], counts: Counts, *, ranks: int, tar
     Returns:
         The counts reached; those of the start where no step helps.
     """
-    search = _Search(costs, ranks, target)
+    search = _Search(options, ranks, target)
     score = search.score(counts)
     start = score
     while score[0] and (found := search.best_change(counts, score)):
@@ -50,8 +52,8 @@ def mix_parts(costs: Sequence[Sequence[int]], counts: Counts, *, ranks: int, tar
 class _Search:
     """Changes of counts, and how good they are, for a bounded number of steps."""
 
-    def __init__(self, costs: Sequence[Sequence[int]], ranks: int, target: int) -> None:
-        self._costs = costs
+    def __init__(self, options: Sequence[Options], ranks: int, target: int) -> None:
+        self._options = options
         self._ranks = ranks
         self._target = target
         self._left = MOST_STEPS
@@ -68,13 +70,13 @@ class _Search:
     def fewer_parts(self, counts: Counts, score: _Score) -> Counts | None:
         """The first change to fewer parts whose score is no worse than one."""
         for changed in self._changes(counts):
-            if _parts(changed) < _parts(counts) and self.score(changed) <= score:
+            if self._parts(changed) < self._parts(counts) and self.score(changed) <= score:
                 return changed
         return None
 
     def score(self, counts: Counts) -> _Score:
         """(work above the target, largest load) after longest first."""
-        loads = _longest_first(self._costs, counts, self._ranks)
+        loads = _longest_first(self._options, counts, self._ranks)
         above = sum(load - self._target for load in loads if load > self._target)
         return above, max(max(loads), self._target)
 
@@ -87,24 +89,27 @@ class _Search:
                         changed = list(row)
                         changed[source] -= moved
                         changed[target] += moved
-                        self._left -= self._ranks + _parts(counts)
+                        self._left -= self._ranks + self._parts(counts)
                         if self._left < 0:
                             return
                         yield (*counts[:kind], tuple(changed), *counts[kind + 1 :])
                         moved = 0 if moved == 1 else (moved + 1) // 2
 
+    def _parts(self, counts: Counts) -> int:
+        return sum(
+            parts * number
+            for ways, row in zip(self._options, counts, strict=True)
+            for (parts, _), number in zip(ways, row, strict=True)
+        )
 
-def _parts(counts: Counts) -> int:
-    return sum(k * number for row in counts for k, number in enumerate(row, start=1))
 
-
-def _longest_first(costs: Sequence[Sequence[int]], counts: Counts, ranks: int) -> list[int]:
+def _longest_first(options: Sequence[Options], counts: Counts, ranks: int) -> list[int]:
     """Loads, in no order."""
     works = sorted(
         (
-            (costs[kind][parts - 1], parts, number)
-            for kind, row in enumerate(counts)
-            for parts, number in enumerate(row, start=1)
+            (cost, parts, number)
+            for ways, row in zip(options, counts, strict=True)
+            for (parts, cost), number in zip(ways, row, strict=True)
             if number
         ),
         reverse=True,

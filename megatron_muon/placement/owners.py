@@ -42,8 +42,8 @@ def assign_ranks(
         works: The matrices.
         ranks: Number of ranks.
         ranks_per_node: Neighbouring ranks that are on one node, all by default. The ranks of one
-            matrix are on the same one wherever one has so many, and an owner is on that of the
-            matrix's pieces where that costs no time.
+            matrix are on the same one, or are all of several whole ones; and an owner is on that of
+            the matrix's pieces where that costs no time.
 
     Returns:
         For each matrix the ranks that compute its parts, ascending.
@@ -85,20 +85,18 @@ class _Loads:
         ]
 
     def emptiest(self, count: int) -> list[int]:
-        """The emptiest ranks; several are on one node if any has so many."""
-        fitting = [node for node in self._nodes if len(node) >= count] if count > 1 else []
-        if fitting:
-            best = min(fitting, key=lambda node: (node[count - 1][0], node[:count]))
-            return [rank for _, rank in best[:count]]
-        chosen: list[tuple[int, int]] = []
-        while len(chosen) < count:
-            load, rank = heapq.heappop(self._heap)
-            # Entries of former loads stay in the heap until they come up.
-            if self._loads[rank] == load and (load, rank) not in chosen:
-                chosen.append((load, rank))
-        for entry in chosen:
-            heapq.heappush(self._heap, entry)
-        return [rank for _, rank in chosen]
+        """The emptiest ranks; several are on one node, or all of several nodes."""
+        if count == 1:
+            while self._loads[(entry := self._heap[0])[1]] != entry[0]:
+                # Entries of former loads stay in the heap until they come up.
+                heapq.heappop(self._heap)
+            return [entry[1]]
+        each = min(count, self._per_node)
+        fitting = [node for node in self._nodes if len(node) >= each]
+        best = heapq.nsmallest(
+            -(-count // each), fitting, key=lambda node: (node[each - 1][0], node[:each])
+        )
+        return [rank for node in best for _, rank in node[:each]]
 
     def add(self, ranks: Sequence[int], cost: int) -> None:
         """Add a part of the cost to each rank."""
@@ -193,15 +191,14 @@ class _LocalSearch:
     def _movable(self, rank: int, cost: int, other: int) -> int | None:
         """The first work of a rank and cost that another rank can have instead.
 
-        One of which it has no part, and of those that are split on one node only one of its own.
+        One of which it has no part, and of those that are split only one of its own node.
         """
         is_near = rank // self._per_node == other // self._per_node
         return next(
             (
                 index
                 for index in self._works[rank][cost]
-                if other not in (ranks := self._placed[index])
-                and (is_near or len(ranks) == 1 or len(ranks) > self._per_node)
+                if other not in (ranks := self._placed[index]) and (is_near or len(ranks) == 1)
             ),
             None,
         )

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 
 from megatron_muon.matrices import LogicalMatrix, ShardedParameter, natural_key
 from megatron_muon.placement.buffer_bound import BufferTooSmallError, planned_within
-from megatron_muon.placement.memory import PhasesFunction, lane_peaks, wave_uses
+from megatron_muon.placement.memory import LanePhases, PhasesFunction, step_peaks, wave_uses
+from megatron_muon.placement.part_costs import Candidate, Splitting, part_cost, team_of
 from megatron_muon.placement.plan import CostFunction, Lane, Plan
 from megatron_muon.placement.regions import ExchangeGroup, Share, shares
+from megatron_muon.placement.schedule import LaneOrder, step_schedule
 from megatron_muon.placement.schemes import Panels, Scheme, SchemeFunction, whole_scheme
-from megatron_muon.placement.splitting import Candidate, Choice, Splitting, choose_ranks, part_cost
+from megatron_muon.placement.splitting import Choice, choose_ranks
 
 MIN_WAVE_ELEMENTS = 1 << 18
 """An owner's part of a wave below which a further wave costs more latency than it hides."""
@@ -80,6 +82,7 @@ def make_plan(
         BufferTooSmallError: Even one matrix per owner and wave needs more than ``buffer_bytes``;
             the sentence names the flag, the largest matrix and the value to type.
     """
+    per_node = min(ranks_per_node or group.size, group.size)
     parameters = tuple(sorted(parameters, key=lambda p: natural_key(p.name)))
     matrices = tuple(sorted(matrices, key=lambda m: natural_key(m.name)))
     by_name = {parameter.name: parameter for parameter in parameters}
@@ -104,7 +107,7 @@ def make_plan(
             chosen = choose_ranks(
                 candidates,
                 ranks=group.size,
-                ranks_per_node=ranks_per_node or group.size,
+                ranks_per_node=per_node,
                 splitting=splitting,
                 most_elements=most_elements,
             )
@@ -113,7 +116,7 @@ def make_plan(
             parameters=parameters,
             matrices=matrices,
             schemes=tuple(
-                _scheme(method, splitting, candidate, theirs, ranks)
+                _scheme(method, splitting, candidate, theirs, ranks, per_node)
                 for candidate, theirs, ranks in zip(candidates, held, chosen.ranks, strict=True)
             ),
             main=Lane(waves=(), slots=method.slots, alone=method.alone),
@@ -123,7 +126,7 @@ def make_plan(
             possible=chosen.possible,
             itemsizes=method.itemsizes,
             peak_bytes=(0,) * group.size,
-            ranks_per_node=ranks_per_node or group.size,
+            ranks_per_node=per_node,
         )
         return _Waves(plan, method).within(bound)
 
@@ -165,7 +168,9 @@ def _choose_at_home(
         held = candidates[index].held
         chosen[index] = min(held, key=lambda rank: (loads[rank], -held[rank], rank))
         loads[chosen[index]] += own[index]
-    return Choice(ranks=tuple((chosen[i],) for i in range(len(own))), possible=possible)
+    return Choice(
+        ranks=tuple((chosen[i],) for i in range(len(own))), load=max(loads), possible=possible
+    )
 
 
 def _scheme(
@@ -174,24 +179,28 @@ def _scheme(
     candidate: Candidate,
     held: tuple[Share, ...],
     ranks: tuple[int, ...],
+    ranks_per_node: int,
 ) -> Scheme:
     if len(ranks) == 1 or splitting is None:
         return method.scheme(candidate.shape, held, ranks[0], (candidate.flops, candidate.cost))
     m, n = candidate.shape
-    count = len(ranks)
+    team = team_of(candidate.shape, len(ranks), ranks_per_node)
+    # Node by node as chosen; of a team those with one number on their nodes follow one another.
+    ranks = tuple(rank for number in range(team.on_each) for rank in ranks[number :: team.on_each])
     return Panels(
         shape=candidate.shape,
         shares=held,
         ranks=ranks,
+        team=team,
         work=tuple(
             (
                 rank,
-                splitting.flops(m, n, count, number),
-                part_cost(candidate, splitting, count, number),
+                splitting.flops(m, n, team.size, number),
+                part_cost(candidate, splitting, team, number),
             )
             for number, rank in enumerate(ranks)
         ),
-        requests=splitting.requests(m, n),
+        requests=splitting.requests(m, n, team),
     )
 
 
@@ -209,11 +218,8 @@ class _Waves:
         self._whole = [i for i, scheme in enumerate(plan.schemes) if len(scheme.ranks) == 1]
         self._numels = [plan.matrices[index].numel for index in self._whole]
         self._owners = [plan.owners[index] for index in self._whole]
-        waves = _split_waves(plan)
-        self._split = [
-            (lane, self._lane_peaks(lane))
-            for lane in _with_fewer_slots(replace(plan.split, waves=waves))
-        ]
+        self._split = replace(plan.split, waves=_split_waves(plan))
+        self._split_phases = self._phases(self._split)
 
     def within(self, bound: int | None) -> Plan:
         """The plan with the fewest waves, but enough to overlap, that fit a bound on every rank.
@@ -246,25 +252,24 @@ class _Waves:
 
     def _plans(self) -> Iterator[Plan]:
         """From the fewest waves to the most, and then with fewer of them under way."""
-        cuts = [
-            (lane, self._lane_peaks(lane))
-            for lane in (replace(self._plan.main, waves=waves) for waves in self._cuts())
-        ]
-        for main, peaks in cuts:
-            yield self._with(main, peaks, *self._split[0])
-        for lane in list(_with_fewer_slots(cuts[-1][0]))[1:]:
-            peaks = self._lane_peaks(lane)
-            for split in self._split:
-                yield self._with(lane, peaks, *split)
+        for waves in self._cuts():
+            main = replace(self._plan.main, waves=waves)
+            phases = self._phases(main)
+            yield self._with(main, phases, self._split)
+        for lane in list(_with_fewer_slots(main))[1:]:
+            for split in _with_fewer_slots(self._split):
+                yield self._with(lane, phases, split)
 
-    def _with(
-        self, main: Lane, main_peaks: Mapping[int, int], split: Lane, split_peaks: Mapping[int, int]
-    ) -> Plan:
-        peaks = tuple(
-            main_peaks.get(rank, 0) + split_peaks.get(rank, 0)
-            for rank in range(self._plan.group.size)
+    def _with(self, main: Lane, phases: LanePhases, split: Lane) -> Plan:
+        both = phases, self._split_phases
+        turns = step_schedule(
+            *(
+                LaneOrder(there.messages, lane.slots, lane.alone)
+                for lane, there in zip((main, split), both, strict=True)
+            )
         )
-        return replace(self._plan, main=main, split=split, peak_bytes=peaks)
+        peaks = step_peaks(turns, both, ranks=self._plan.group.size)
+        return replace(self._plan, main=main, split=split, peak_bytes=tuple(peaks))
 
     def _cuts(self) -> Iterator[tuple[tuple[int, ...], ...]]:
         cap = initial_cap(
@@ -280,14 +285,14 @@ class _Waves:
                 return
             cap = cap * 3 // 4
 
-    def _lane_peaks(self, lane: Lane) -> dict[int, int]:
+    def _phases(self, lane: Lane) -> LanePhases:
         alone = self._plan.group.size == 1
         schemes = self._plan.schemes
         uses = [
             wave_uses([schemes[index] for index in wave], self._plan.itemsizes, alone=alone)
             for wave in lane.waves
         ]
-        return lane_peaks(uses, self._method.phases, slots=lane.slots, alone=lane.alone)
+        return LanePhases(uses, self._method.phases)
 
 
 def _with_fewer_slots(lane: Lane) -> Iterator[Lane]:

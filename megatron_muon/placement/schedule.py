@@ -1,9 +1,64 @@
-"""The order in which the waves of a lane are advanced; the same on every rank."""
+"""The order in which the waves of a step are advanced; the same on every rank."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+
+class LaneOrder(NamedTuple):
+    """What the order of a lane's waves follows from.
+
+    Attributes:
+        messages: Messages of each wave.
+        slots: As for ``lane_schedule``.
+        alone: As for ``lane_schedule``.
+    """
+
+    messages: Sequence[int]
+    slots: int
+    alone: bool
+
+
+class Turn(NamedTuple):
+    """A wave goes on.
+
+    Attributes:
+        lane: 0 for the main lane, 1 for that of split matrices.
+        wave: Number of the wave in its lane.
+        sent: Messages that it has sent.
+    """
+
+    lane: int
+    wave: int
+    sent: int
+
+
+def step_schedule(main: LaneOrder, split: LaneOrder) -> Iterator[Turn]:
+    """Which wave of a step goes on next.
+
+    The waves of split matrices are spread evenly between those of the others: ranks that have a
+    part of one have fewer matrices of their own, so that all end at the same time.
+    """
+    # The last message of the split lane is left for the end: it brings home what the last wave of
+    # the other need not wait for.
+    of_main, rest = sum(main.messages), max(0, sum(split.messages) - 1)
+    others = _turns(1, split)
+    started = done = 0
+    for turn in _turns(0, main):
+        yield turn
+        started += turn.sent < main.messages[turn.wave]
+        while done < rest * started // of_main:
+            following = next(others)
+            yield following
+            done += following.sent < split.messages[following.wave]
+    yield from others
+
+
+def _turns(number: int, lane: LaneOrder) -> Iterator[Turn]:
+    for wave, sent in lane_schedule(lane.messages, slots=lane.slots, alone=lane.alone):
+        yield Turn(number, wave, sent)
 
 
 def lane_schedule(messages: Sequence[int], *, slots: int, alone: bool) -> Iterator[tuple[int, int]]:

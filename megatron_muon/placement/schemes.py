@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
+from megatron_muon.linalg import RequestKind, Team
 from megatron_muon.placement.factor_shape import FactorShape
-from megatron_muon.placement.regions import Region, Run, Share, even_cuts, panels
+from megatron_muon.placement.regions import Region, Run, Share, panels
 
 
 class Round(NamedTuple):
@@ -75,7 +76,7 @@ class Scheme(Protocol):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that compute it, ascending; the first one counts as its owner."""
+        """The ranks that compute it; the first one counts as its owner."""
 
     @property
     def work(self) -> tuple[Work, ...]:
@@ -241,17 +242,18 @@ class Panels:
     Attributes:
         shape: (m, n).
         shares: What each rank holds.
-        ranks: The ranks; number J of them has panel J and block row J.
+        ranks: The ranks; number J of them is worker J of the team and has panel J.
+        team: Their block rows, and on how many nodes they are.
         work: What each computes.
-        requests: Kinds of the messages among them, in order: ``scalars`` first and once, then
-            ``partials`` and ``rows``.
+        requests: Kinds of the messages among them, in order: ``scalars`` first and once.
     """
 
     shape: tuple[int, int]
     shares: tuple[Share, ...]
     ranks: tuple[int, ...]
+    team: Team
     work: tuple[Work, ...]
-    requests: tuple[str, ...]
+    requests: tuple[RequestKind, ...]
 
     @property
     def factors(self) -> None:
@@ -262,11 +264,6 @@ class Panels:
     def panels(self) -> tuple[Region, ...]:
         """The panel of every rank."""
         return panels(self.shape, len(self.ranks))
-
-    @cached_property
-    def rows(self) -> tuple[tuple[int, int], ...]:
-        """(first, end) of the block row of every rank, of what is square."""
-        return even_cuts(min(self.shape), len(self.ranks))
 
     @cached_property
     def messages(self) -> Messages:
@@ -283,13 +280,13 @@ class Panels:
         found[UPDATE] = tuple((rank, s.rank, n) for s, rank, n in inside)
         return found
 
-    def _request(self, kind: str) -> Iterator[tuple[int, int, int]]:
+    def _request(self, kind: RequestKind) -> Iterator[tuple[int, int, int]]:
         """What every rank sends to every rank, itself included."""
-        short = min(self.shape)
+        team, short = self.team, min(self.shape)
         for source, sender in enumerate(self.ranks):
-            for target, receiver in enumerate(self.ranks):
-                start, end = self.rows[target if kind == "partials" else source]
-                yield sender, receiver, 2 if kind == "scalars" else (end - start) * short
+            for target in team.partners(kind, source):
+                elements = 2 if kind == "scalars" else team.rows_sent(kind, source, target) * short
+                yield sender, self.ranks[target], elements
 
     @property
     def assembles(self) -> bool:

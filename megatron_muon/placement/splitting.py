@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from megatron_muon.placement.bounds import options_of, smallest_possible
+from megatron_muon.placement.bounds import smallest_possible
 from megatron_muon.placement.mixing import mix_parts
 from megatron_muon.placement.owners import Work, assign_ranks
-from megatron_muon.placement.regions import even_cuts
-
-MIN_SPLIT_FLOPS = 1 << 37
-"""Operations of a matrix below which splitting it gains nothing.
-
-1.4e11, a third of a millisecond of a GPU at 400 TFLOP/s: about what its messages take, in latency,
-and at 200 GB/s also in bytes (a square matrix of 1,700 among eight ranks: each sends 26 m² bytes
-for 30 m³ operations).
-"""
-
-FLOPS_PER_BYTE = {"cuda": 2000, "cpu": 20}
-"""Operations that take as long as a byte between the ranks of a split matrix, by device type.
-
-400 TFLOP/s over 200 GB/s between the GPUs of a node; 20 GFLOP/s over 1 GB/s of gloo on one machine.
-"""
+from megatron_muon.placement.part_costs import Candidate, PartCosts, Splitting
 
 WORTH_SPLITTING = (90, 100)
-"""Largest load with split matrices, over that with whole ones, from which on they are split."""
+"""Largest load with split matrices, over that with whole ones, from which on they are split.
+
+The same of matrices split among several nodes, over that with matrices split on one node only.
+"""
 
 NEAR_ENOUGH = (102, 100)
 """Largest load over what is possible at which no more matrices are split: messages cost too."""
@@ -40,88 +29,18 @@ _TARGETS = (102, 105, 110, 120)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Splitting:
-    """What planning has to know of matrices that several ranks compute.
-
-    Attributes:
-        most_ranks: Most ranks that compute one matrix; 1 splits none.
-        flops: (m, n, ranks, number) to the operations of one of them; number 0 has the most.
-        requests: (m, n) to the messages among them, in order: ``scalars`` first and once, then
-            ``partials`` and ``rows``.
-        itemsize: Bytes of an element of ``partials`` and ``rows``.
-        scalar_itemsize: Bytes of an element of ``scalars``.
-        min_flops: Matrices with fewer operations are not split.
-        flops_per_byte: Operations that take as long as a byte between the ranks of a matrix.
-    """
-
-    most_ranks: int
-    flops: Callable[[int, int, int, int], int]
-    requests: Callable[[int, int], tuple[str, ...]]
-    itemsize: int
-    scalar_itemsize: int
-    min_flops: int = MIN_SPLIT_FLOPS
-    flops_per_byte: int = 0
-
-    def bytes_moved(self, m: int, n: int, ranks: int, number: int) -> int:
-        """Bytes that one of the ranks of a matrix sends or receives, whichever is more."""
-        short = min(m, n)
-        start, end = even_cuts(short, ranks)[number]
-        block, others = (end - start) * short, (short - end + start) * short
-        sent = received = 0
-        for kind in self.requests(m, n):
-            if kind == "scalars":
-                both = 2 * (ranks - 1) * self.scalar_itemsize
-                sent, received = sent + both, received + both
-            else:
-                mine, theirs = block * (ranks - 1) * self.itemsize, others * self.itemsize
-                out, back = (theirs, mine) if kind == "partials" else (mine, theirs)
-                sent, received = sent + out, received + back
-        return max(sent, received)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """One matrix, before it is decided who computes it.
-
-    Attributes:
-        name: Name.
-        shape: (m, n).
-        flops: Operations of the whole matrix.
-        cost: Estimated time of the whole matrix.
-        held: Elements held by each rank that holds some.
-    """
-
-    name: str
-    shape: tuple[int, int]
-    flops: int
-    cost: int
-    held: Mapping[int, int]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Choice:
     """Who computes what.
 
     Attributes:
         ranks: For each matrix the ranks that compute it, ascending; one where it is not split.
+        load: Of the busiest rank.
         possible: Load that the busiest rank has in any placement, see ``bounds``.
     """
 
     ranks: tuple[tuple[int, ...], ...]
+    load: int
     possible: int
-
-
-def part_cost(candidate: Candidate, splitting: Splitting, ranks: int, number: int = 0) -> int:
-    """Estimated time of one part, messages among its ranks included.
-
-    Of the whole matrix's time, as its operations are of the whole's.
-    """
-    if ranks == 1:
-        return candidate.cost
-    m, n = candidate.shape
-    moved = splitting.bytes_moved(m, n, ranks, number) * splitting.flops_per_byte
-    operations = splitting.flops(m, n, ranks, number) + moved
-    return -(-candidate.cost * operations // max(1, candidate.flops))
 
 
 def choose_ranks(
@@ -134,8 +53,8 @@ def choose_ranks(
 ) -> Choice:
     """Owners, and several ranks for a matrix where whole matrices would take longer.
 
-    Of several ways to split the fastest is taken; the search ends with one that is near enough to
-    what is possible, and begins with those that split least.
+    A matrix is split among the ranks of several nodes only where no placement with matrices split
+    on one node is nearly as fast.
 
     Args:
         candidates: The matrices.
@@ -144,14 +63,79 @@ def choose_ranks(
         splitting: How matrices can be split; None splits none.
         most_elements: Of a part, as far as there may be so many parts; for want of memory.
     """
-    costs = _PartCosts(candidates, splitting)
-    least = [_least_parts(c, ranks, splitting, most_elements) for c in candidates]
-    limits = [max(least[i], _most_parts(costs, i, ranks)) for i in range(len(candidates))]
-    possible = smallest_possible(
-        (options_of(costs.smallest(i, limit)) for i, limit in enumerate(limits)), ranks
+    per_node = min(ranks_per_node, ranks)
+    costs = PartCosts(candidates, splitting, ranks=ranks, ranks_per_node=per_node)
+    every = range(len(candidates))
+    least = [costs.least_parts(i, most_elements) for i in every]
+    near, far = (
+        [max(least[i], costs.most_parts(i, most)) for i in every] for most in (per_node, ranks)
     )
-    best = _Best(costs, ranks, ranks_per_node, possible)
-    for parts in _ways(candidates, costs, limits, ranks, possible):
+    space = _Space(costs=costs, ranks=ranks, ranks_per_node=per_node)
+    found = _fastest(space, least, near)
+    if far != near:
+        few, many = WORTH_SPLITTING
+        possible = space.possible(far)
+        if possible * many <= found.load * few:
+            over_network = _fastest(space, least, far)
+            if over_network.load * many <= found.load * few:
+                found = over_network
+        found = replace(found, possible=possible)
+    return _with_fewer_operations(space, found, near)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Space:
+    """Where matrices are placed, and what their parts cost.
+
+    Attributes:
+        costs: Of the parts of all matrices.
+        ranks: Number of ranks.
+        ranks_per_node: As for ``assign_ranks``.
+    """
+
+    costs: PartCosts
+    ranks: int
+    ranks_per_node: int
+
+    def place(self, parts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Ranks of the matrices in these numbers of parts."""
+        works = [
+            Work(name=c.name, cost=self.costs(i, count), parts=count, held=c.held)
+            for i, (c, count) in enumerate(zip(self.costs.candidates, parts, strict=True))
+        ]
+        return assign_ranks(works, ranks=self.ranks, ranks_per_node=self.ranks_per_node)
+
+    def loads(
+        self, placed: Sequence[Sequence[int]], of_part: Callable[[int, int], int]
+    ) -> list[int]:
+        """What (matrix, number of parts) to the load of one part gives for every rank."""
+        loads = [0] * self.ranks
+        for index, chosen in enumerate(placed):
+            load = of_part(index, len(chosen))
+            for rank in chosen:
+                loads[rank] += load
+        return loads
+
+    def possible(self, limits: Sequence[int]) -> int:
+        """Load that the busiest rank has in any placement with so many parts at most."""
+        ways = (self.costs.smallest(i, limit) for i, limit in enumerate(limits))
+        return smallest_possible(ways, self.ranks)
+
+
+def _fastest(space: _Space, least: Sequence[int], limits: Sequence[int]) -> Choice:
+    """Of several ways to split the fastest, or the first one if it is hardly slower.
+
+    The search ends with one that is near enough to what is possible, and begins with those that
+    split least.
+
+    Args:
+        space: Where, and what it costs.
+        least: The fewest parts of each matrix.
+        limits: The most parts of each matrix.
+    """
+    possible = space.possible(limits)
+    best = _Best(space, possible)
+    for parts in _ways(space, limits, possible):
         best.try_parts(tuple(map(max, parts, least)))
         if best.is_near_enough:
             break
@@ -159,18 +143,54 @@ def choose_ranks(
         target = possible * percent // 100
         if limits == least or best.is_near_enough or target >= best.load:
             break
-        mixed = _mixed(costs, limits, best.parts, ranks, target)
+        mixed = _mixed(space, limits, best.parts, target)
         best.try_parts(tuple(map(max, mixed, least)))
-    return Choice(ranks=best.worth_it, possible=possible)
+    load, placed = best.worth_it
+    return Choice(ranks=placed, load=load, possible=possible)
+
+
+def _with_fewer_operations(space: _Space, choice: Choice, limits: Sequence[int]) -> Choice:
+    """More parts of what is split, while the rank with most operations gets fewer of them.
+
+    Operations are counted and the time of messages is a guess: of placements of one load the one
+    with fewer operations is better. So ranks that would have nothing to do get something.
+
+    Args:
+        space: Where, and what it costs.
+        choice: What was found.
+        limits: The most parts of each matrix; one with as many or more is left.
+    """
+    costs = space.costs
+    while True:
+        operations = space.loads(choice.ranks, costs.flops)
+        busiest = max(range(space.ranks), key=lambda rank: operations[rank])
+        largest = max(
+            (i for i, chosen in enumerate(choice.ranks) if busiest in chosen),
+            key=lambda i: costs.flops(i, len(choice.ranks[i])),
+            default=None,
+        )
+        if largest is None:
+            return choice
+        before, shape = len(choice.ranks[largest]), costs.candidates[largest].shape
+        more = next((k for k in costs.counts(largest, limits[largest]) if k > before), None)
+        if before == 1 or more is None:
+            return choice
+        parts = [
+            more if (len(chosen), candidate.shape) == (before, shape) else len(chosen)
+            for chosen, candidate in zip(choice.ranks, costs.candidates, strict=True)
+        ]
+        placed = space.place(parts)
+        is_slower = max(space.loads(placed, costs)) > choice.load
+        if is_slower or max(space.loads(placed, costs.flops)) >= operations[busiest]:
+            return choice
+        choice = replace(choice, ranks=placed)
 
 
 class _Best:
     """The fastest placement so far."""
 
-    def __init__(self, costs: _PartCosts, ranks: int, ranks_per_node: int, possible: int) -> None:
-        self._costs = costs
-        self._ranks = ranks
-        self._ranks_per_node = ranks_per_node
+    def __init__(self, space: _Space, possible: int) -> None:
+        self._space = space
         self._possible = possible
         self.parts: tuple[int, ...] = ()
         self.placed: tuple[tuple[int, ...], ...] = ()
@@ -179,24 +199,20 @@ class _Best:
 
     def try_parts(self, parts: tuple[int, ...]) -> None:
         """Place matrices in these numbers of parts; kept if no placement before was as fast."""
-        works = [
-            Work(name=c.name, cost=self._costs(i, count), parts=count, held=c.held)
-            for i, (c, count) in enumerate(zip(self._costs.candidates, parts, strict=True))
-        ]
-        placed = assign_ranks(works, ranks=self._ranks, ranks_per_node=self._ranks_per_node)
-        load = _largest_load(works, placed, self._ranks)
+        placed = self._space.place(parts)
+        load = max(self._space.loads(placed, self._space.costs))
         if self._first is None:
             self._first = load, placed
         if self.load < 0 or load < self.load:
             self.parts, self.placed, self.load = parts, placed, load
 
     @property
-    def worth_it(self) -> tuple[tuple[int, ...], ...]:
-        """The fastest placement, or the first one if it is hardly slower."""
+    def worth_it(self) -> tuple[int, tuple[tuple[int, ...], ...]]:
+        """Load and places of the fastest placement, or of the first one if it is hardly slower."""
         assert self._first is not None
-        load, first = self._first
         few, many = WORTH_SPLITTING
-        return self.placed if self.load * many <= load * few else first
+        is_faster = self.load * many <= self._first[0] * few
+        return (self.load, self.placed) if is_faster else self._first
 
     @property
     def is_near_enough(self) -> bool:
@@ -204,18 +220,13 @@ class _Best:
         return self.load * NEAR_ENOUGH[1] <= self._possible * NEAR_ENOUGH[0]
 
 
-def _ways(
-    candidates: Sequence[Candidate],
-    costs: _PartCosts,
-    limits: Sequence[int],
-    ranks: int,
-    possible: int,
-) -> Iterator[tuple[int, ...]]:
+def _ways(space: _Space, limits: Sequence[int], possible: int) -> Iterator[tuple[int, ...]]:
     """Numbers of parts of all matrices: none; those too large or left over; all above a size."""
+    costs = space.costs
     whole = (1,) * len(limits)
     yield whole
     seen = {whole}
-    left_over = _left_over(candidates, costs, limits, ranks, possible)
+    left_over = _left_over(space, limits, possible)
     for percent in _SIZES:
         every = [
             _parts(costs, i, limit, possible * percent // 100) for i, limit in enumerate(limits)
@@ -230,18 +241,15 @@ def _ways(
                 yield parts
 
 
-def _left_over(
-    candidates: Sequence[Candidate],
-    costs: _PartCosts,
-    limits: Sequence[int],
-    ranks: int,
-    possible: int,
-) -> set[int]:
+def _left_over(space: _Space, limits: Sequence[int], possible: int) -> set[int]:
     """Matrices that no rank has room for, the largest first, once those too large are cut."""
+    costs = space.costs
     parts = [_parts(costs, i, limit, possible) for i, limit in enumerate(limits)]
-    loads = [(0, rank) for rank in range(ranks)]
+    loads = [(0, rank) for rank in range(space.ranks)]
     found = set()
-    for index in sorted(range(len(parts)), key=lambda i: (-costs(i, parts[i]), candidates[i].name)):
+    for index in sorted(
+        range(len(parts)), key=lambda i: (-costs(i, parts[i]), costs.candidates[i].name)
+    ):
         emptiest = [heapq.heappop(loads) for _ in range(parts[index])]
         cost = costs(index, parts[index])
         if parts[index] == 1 and emptiest[0][0] + cost > possible:
@@ -253,92 +261,31 @@ def _left_over(
 
 
 def _mixed(
-    costs: _PartCosts, limits: Sequence[int], parts: Sequence[int], ranks: int, target: int
+    space: _Space, limits: Sequence[int], parts: Sequence[int], target: int
 ) -> tuple[int, ...]:
     """Other numbers of parts, also of equal matrices, with less work above a load."""
+    costs = space.costs
     kinds: dict[tuple[tuple[int, int], int], list[int]] = defaultdict(list)
     for index in sorted(range(len(parts)), key=lambda i: costs.candidates[i].name):
         candidate = costs.candidates[index]
         kinds[candidate.shape, candidate.cost].append(index)
     # Longest first, whatever the order of names: what is found must not depend on it.
     members = [kinds[kind] for kind in sorted(kinds, key=lambda kind: (-kind[1], kind[0]))]
+    options = [costs.options(found[0], limits[found[0]]) for found in members]
     counts = []
-    for found in members:
+    for found, ways in zip(members, options, strict=True):
         of_each = Counter(parts[index] for index in found)
-        counts.append(tuple(of_each[count] for count in range(1, limits[found[0]] + 1)))
-    mixed = mix_parts(
-        [[costs(m[0], count) for count in range(1, limits[m[0]] + 1)] for m in members],
-        tuple(counts),
-        ranks=ranks,
-        target=target,
-    )
+        counts.append(tuple(of_each[count] for count, _ in ways))
+    mixed = mix_parts(options, tuple(counts), ranks=space.ranks, target=target)
     result = list(parts)
-    for found, row in zip(members, mixed, strict=True):
-        dealt = (count for count, number in enumerate(row, start=1) for _ in range(number))
+    for found, ways, row in zip(members, options, mixed, strict=True):
+        dealt = (count for (count, _), number in zip(ways, row, strict=True) for _ in range(number))
         for index, count in zip(found, dealt, strict=True):
             result[index] = count
     return tuple(result)
 
 
-class _PartCosts:
-    """Costs of parts, by matrix and number of parts; equal shapes are asked for once."""
-
-    def __init__(self, candidates: Sequence[Candidate], splitting: Splitting | None) -> None:
-        self.candidates = candidates
-        self.splitting = splitting
-        self._known: dict[tuple[tuple[int, int], int, int], int] = {}
-        self._smallest: dict[tuple[tuple[int, int], int, int], list[int]] = {}
-
-    def __call__(self, index: int, count: int) -> int:
-        candidate = self.candidates[index]
-        if count == 1 or self.splitting is None:
-            return candidate.cost
-        key = (candidate.shape, candidate.cost, count)
-        if key not in self._known:
-            self._known[key] = part_cost(candidate, self.splitting, count)
-        return self._known[key]
-
-    def smallest(self, index: int, limit: int) -> list[int]:
-        """Cost of the smallest part at 1 … ``limit`` parts."""
-        candidate = self.candidates[index]
-        key = (candidate.shape, candidate.cost, limit)
-        if key not in self._smallest:
-            counts = range(1, limit + 1)
-            splitting = self.splitting
-            self._smallest[key] = [
-                candidate.cost if splitting is None else part_cost(candidate, splitting, n, n - 1)
-                for n in counts
-            ]
-        return self._smallest[key]
-
-
-def _most_parts(costs: _PartCosts, index: int, ranks: int) -> int:
-    """Number of ranks at which a part of a matrix takes least; 1 where it may not be split."""
-    candidate, splitting = costs.candidates[index], costs.splitting
-    if splitting is None or candidate.flops < splitting.min_flops:
-        return 1
-    most = min(splitting.most_ranks, ranks, max(candidate.shape))
-    return min(range(1, most + 1), key=lambda count: costs(index, count))
-
-
-def _least_parts(
-    candidate: Candidate, ranks: int, splitting: Splitting | None, most_elements: int | None
-) -> int:
-    """Number of parts that have no more elements than allowed, or as many as there may be."""
-    if splitting is None or most_elements is None:
-        return 1
-    m, n = candidate.shape
-    return min(-(-m * n // most_elements), splitting.most_ranks, ranks, max(m, n))
-
-
-def _parts(costs: _PartCosts, index: int, limit: int, size: int) -> int:
+def _parts(costs: PartCosts, index: int, limit: int, size: int) -> int:
     """The fewest parts that are no larger than ``size``, or the most that there may be."""
-    return next((count for count in range(1, limit) if costs(index, count) <= size), limit)
-
-
-def _largest_load(works: Sequence[Work], placed: Sequence[Sequence[int]], ranks: int) -> int:
-    loads = [0] * ranks
-    for work, chosen in zip(works, placed, strict=True):
-        for rank in chosen:
-            loads[rank] += work.cost
-    return max(loads)
+    counts = costs.counts(index, limit)
+    return next((count for count in counts if costs(index, count) <= size), counts[-1])

@@ -7,7 +7,7 @@ The cutting here is written from Megatron's storage conventions and shares nothi
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -264,7 +264,11 @@ def plan_of(setting: Setting, entries: list[Whole]) -> Plan:
         method=rule.method(
             device,
             cost=None if splits else lambda m, n: 5 * min(m, n) * m * n,
-            splitting=rule.splitting(setting.most_ranks, device, min_flops=0, flops_per_byte=0)
+            splitting=replace(
+                rule.splitting(setting.most_ranks, device, min_flops=0),
+                flops_per_byte=0,
+                flops_per_network_byte=0,
+            )
             if splits
             else None,
         ),

@@ -10,13 +10,14 @@ import torch
 
 from megatron_muon.exchange import mailbox
 from megatron_muon.linalg import panel_newton_schulz
+from megatron_muon.placement import Panels
 from tests.distributed.prescribed import (
     GROUPS,
     HEAD_DIM,
     HEADS,
     Setting,
     Whole,
-    blocks,
+    gate_up,
     model,
     plan_of,
     run_rank,
@@ -45,7 +46,7 @@ STAGES: dict[str, list[Whole]] = {
             tp_dim=0,
             packing=units(q=HEADS // GROUPS * HEAD_DIM, k=HEAD_DIM, v=HEAD_DIM),
         ),
-        Whole(name="l.0.in_proj.weight", shape=(144, 40), tp_dim=0, packing=blocks(x=120, z=24)),
+        Whole(name="l.0.fc1.weight", shape=(240, 20), tp_dim=0, packing=gate_up(120)),
     ],
     "large and small": [
         Whole(name="l.0.large.weight", shape=(48, 96), tp_dim=1),
@@ -79,6 +80,37 @@ def test_equals_one_process(ranks: Ranks, tp: int, dp: int, stage: str) -> None:
     # A scale that tells rows from columns.
     setting = setting_of(tp, dp, scale_mode="unit_rms_norm")
     assert plan_of(setting, entries).split.waves, "nothing is split"
+    assert errors(ranks, setting, entries) < TOLERANCE[torch.float64]
+
+
+def split_among_nodes(setting: Setting, entries: list[Whole]) -> set[int]:
+    """Of the matrices that several ranks compute, on how many nodes."""
+    schemes = plan_of(setting, entries).schemes
+    return {scheme.team.nodes for scheme in schemes if isinstance(scheme, Panels)}
+
+
+NODES = [(2, 2, 2), (1, 4, 1), (2, 3, 2), (2, 3, 3), (2, 4, 4)]
+"""(TP, DP, ranks of a node)."""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("tp", "dp", "per_node"),
+    [
+        pytest.param(
+            *nodes,
+            id="TP{}xDP{} on nodes of {}".format(*nodes),
+            marks=[] if nodes == NODES[0] else [pytest.mark.slow],
+        )
+        for nodes in NODES
+    ],
+)
+def test_on_several_nodes_it_equals_one_process(
+    ranks: Ranks, tp: int, dp: int, per_node: int, stage: str
+) -> None:
+    entries = STAGES[stage][:1]
+    setting = setting_of(tp, dp, scale_mode="unit_rms_norm", ranks_per_node=per_node)
+    assert tp * dp // per_node in split_among_nodes(setting, entries)
     assert errors(ranks, setting, entries) < TOLERANCE[torch.float64]
 
 
@@ -150,12 +182,16 @@ def test_later_waves_that_end_before_earlier_ones(ranks: Ranks, tp: int, dp: int
     assert errors(ranks, setting, entries) < TOLERANCE[torch.float64]
 
 
-@pytest.mark.parametrize(("tp", "dp"), [(1, 4), (2, 2), (2, 3)])
-def test_counts_equal_the_prediction(ranks: Ranks, tp: int, dp: int) -> None:
+@pytest.mark.parametrize(
+    ("tp", "dp", "per_node"), [(1, 4, None), (2, 2, None), (2, 3, None), (2, 2, 2), (2, 3, 2)]
+)
+def test_counts_equal_the_prediction(ranks: Ranks, tp: int, dp: int, per_node: int | None) -> None:
     """Bytes, buffers and operations are counted where they happen; the plan predicts them."""
-    entries = STAGES["large and small"] + STAGES["replicated"]
-    setting = setting_of(tp, dp, dtype=torch.float32, steps=2)
+    # On several nodes with one large matrix only: of two each node has one.
+    entries = STAGES["large and small"][: None if per_node is None else 2] + STAGES["replicated"]
+    setting = setting_of(tp, dp, dtype=torch.float32, steps=2, ranks_per_node=per_node)
     plan = plan_of(setting, entries)
+    assert (max(split_among_nodes(setting, entries)) > 1) == (per_node is not None)
     assert plan.split.waves and plan.main.waves
     results = ranks(tp * dp, run_rank, setting, entries, count_flops=True)
     for load, result in zip(plan.loads, results, strict=True):
@@ -170,9 +206,12 @@ def test_counts_equal_the_prediction(ranks: Ranks, tp: int, dp: int) -> None:
     assert len({result["counters"][-1].messages for result in results}) == 1
 
 
+@pytest.mark.parametrize("per_node", [None, 2, 1], ids=["one node", "two", "four"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_runs_and_copies_have_the_same_bits(ranks: Ranks, dtype: torch.dtype) -> None:
-    setting = setting_of(2, 2, dtype=dtype)
+def test_runs_and_copies_have_the_same_bits(
+    ranks: Ranks, dtype: torch.dtype, per_node: int | None
+) -> None:
+    setting = setting_of(2, 2, dtype=dtype, ranks_per_node=per_node)
     entries = STAGES["replicated"] + STAGES["large and small"]
     first, second = (ranks(4, run_rank, setting, entries) for _ in range(2))
     for one, other in zip(first, second, strict=True):
@@ -189,14 +228,21 @@ class TestAWrongVariantFails:
     """The equality tests can fail."""
 
     setting = setting_of(1, 4)
+    on_nodes = setting_of(1, 4, ranks_per_node=2)
     entries = STAGES["wide, rows"]
 
     def broken(
-        self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, wrong: Any
+        self,
+        ranks: Ranks,
+        monkeypatch: pytest.MonkeyPatch,
+        place: Any,
+        name: str,
+        wrong: Any,
+        setting: Setting = setting,
     ) -> float:
-        assert errors(ranks, self.setting, self.entries) < 1e-10
+        assert errors(ranks, setting, self.entries) < 1e-10
         monkeypatch.setattr(place, name, wrong(getattr(place, name)))
-        return errors(ranks, self.setting, self.entries)
+        return errors(ranks, setting, self.entries)
 
     def test_one_partial_sum_forgotten(self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
         def wrong(original: Any) -> Any:
@@ -204,12 +250,46 @@ class TestAWrongVariantFails:
                 steps = original(own, partial, through=through)
                 request = next(steps)
                 yield request
-                request.received.view(own.workers, -1)[-1].zero_()
+                request.received.view(own.team.size, -1)[-1].zero_()
                 yield from steps
 
             return add_up
 
         assert self.broken(ranks, monkeypatch, panel_newton_schulz._Worker, "add_up", wrong) > 1e-3
+
+    @pytest.mark.parametrize("kind", ["partials", "sums"])
+    def test_one_sum_of_a_node_or_between_nodes_forgotten(
+        self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, kind: str
+    ) -> None:
+        def wrong(original: Any) -> Any:
+            def add_up(own: Any, partial: torch.Tensor, *, through: torch.Tensor) -> Any:
+                for request in original(own, partial, through=through):
+                    yield request
+                    if request.kind == kind:
+                        request.received.view(2, -1)[-1].zero_()
+
+            return add_up
+
+        worker = panel_newton_schulz._Worker
+        found = self.broken(ranks, monkeypatch, worker, "add_up", wrong, self.on_nodes)
+        assert found > 1e-3
+
+    def test_nodes_in_another_order(self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Block rows of a group come as if its nodes were numbered the other way round."""
+
+        def wrong(original: Any) -> Any:
+            def share(own: Any, rows: torch.Tensor, **squares: torch.Tensor) -> Any:
+                for request in original(own, rows, **squares):
+                    yield request
+                    if request.kind == "blocks":
+                        parts = request.received.view(2, -1)
+                        parts.copy_(parts.flip(0))
+
+            return share
+
+        worker = panel_newton_schulz._Worker
+        found = self.broken(ranks, monkeypatch, worker, "share", wrong, self.on_nodes)
+        assert found > 1e-3
 
     def test_block_rows_in_another_order(
         self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch

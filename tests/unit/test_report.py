@@ -254,7 +254,7 @@ def test_a_matrix_that_dominates_is_warned_of() -> None:
         "the balance"
     )
     for ranks, advice in (
-        (1, "; --dmuon-split-ranks 2 would split it among owners"),
+        (1, "; --dmuon-split-ranks auto would split it among owners where that is faster"),
         (None, ""),
     ):
         lines = _report(entries, settings=replace(SETTINGS, split_ranks=ranks))

@@ -13,11 +13,13 @@ from megatron_muon.linalg import (
     PanelRequest,
     PanelWork,
     Segments,
+    Team,
     Workspace,
     carried_segments,
     coefficient_schedule,
     newton_schulz,
     orthogonalize_panel_,
+    panel_bytes,
     panel_flops,
     panel_requests,
     standard_segments,
@@ -25,6 +27,8 @@ from megatron_muon.linalg import (
 from tests.reference.muon import QUINTIC, orthogonalize
 
 SHAPES = [(1, 1), (3, 8), (5, 5), (7, 31), (12, 64), (2, 9), (130, 300)]
+TEAMS = [(1, 1), (2, 1), (3, 1), (5, 1), (2, 2), (3, 3), (4, 2), (6, 2), (6, 3), (9, 3)]
+"""(workers, nodes)."""
 FORMS = {"carried": carried_segments, "standard": standard_segments}
 
 
@@ -34,40 +38,74 @@ def cuts(length: int, count: int) -> tuple[tuple[int, int], ...]:
     return tuple(itertools.pairwise(ends))
 
 
-def exchange(requests: Sequence[PanelRequest], rows: Sequence[tuple[int, int]], m: int) -> None:
-    """What a perfect network does."""
+def exchange(requests: Sequence[PanelRequest], team: Team, m: int) -> None:
+    """What a perfect network does; worker J is number J // N of node J % N."""
     (kind,) = {request.kind for request in requests}
-    sizes = [2 if kind == "scalars" else (end - start) * m for start, end in rows]
-    # Of what each sends, by receiver: the receiver's block row, or the sender's own, once each.
-    parts = [
-        request.sent.clone().split(sizes if kind == "partials" else [sizes[number]] * len(requests))
-        for number, request in enumerate(requests)
-    ]
-    for number, request in enumerate(requests):
-        torch.cat([part[number] for part in parts], out=request.received)
+    everyone, nodes = range(len(requests)), team.nodes
+
+    def are_partners(one: int, other: int) -> bool:
+        if kind in ("partials", "rows"):
+            return one % nodes == other % nodes
+        return kind == "scalars" or one // nodes == other // nodes
+
+    def size(sender: int, receiver: int) -> int:
+        if kind == "scalars":
+            return 2
+        whose = sender if kind in ("blocks", "rows") else receiver
+        rows = [
+            end - start
+            for number, (start, end) in enumerate(team.rows)
+            if number == whose
+            or (kind in ("partials", "rows") and number // nodes == whose // nodes)
+        ]
+        return sum(rows) * m
+
+    arrived: list[list[torch.Tensor]] = [[] for _ in everyone]
+    for sender, request in enumerate(requests):
+        receivers = [other for other in everyone if are_partners(sender, other)]
+        parts = request.sent.clone().split([size(sender, other) for other in receivers])
+        for receiver, part in zip(receivers, parts, strict=True):
+            arrived[receiver].append(part)
+    for request, parts in zip(requests, arrived, strict=True):
+        torch.cat(parts, out=request.received)
 
 
 def shared(
-    x: torch.Tensor, workers: int, segments: Segments, *, dtype: torch.dtype, scale: float = 1.0
+    x: torch.Tensor,
+    workers: int,
+    segments: Segments,
+    *,
+    dtype: torch.dtype,
+    scale: float = 1.0,
+    nodes: int = 1,
 ) -> tuple[torch.Tensor, list[str]]:
     """The result of all workers together, and the kinds of their requests."""
     m, n = x.shape
-    rows = cuts(m, workers)
+    team = Team(rows=cuts(m, workers), nodes=nodes)
+    spaces = [Workspace() for _ in range(workers)]
+    works = [PanelWork(team=team, number=number) for number in range(workers)]
+    panels = cuts(n, workers)
     running = [
         orthogonalize_panel_(
             x[:, start:end].clone(memory_format=torch.contiguous_format),
-            PanelWork(rows=rows, number=number),
+            work,
             segments,
             compute_dtype=dtype,
             scale=scale,
-            workspace=Workspace(),
+            workspace=space,
         )
-        for number, (start, end) in enumerate(cuts(n, workers))
+        for work, space, (start, end) in zip(works, spaces, panels, strict=True)
+    ]
+    planned = [
+        panel_bytes(m, end - start, work, segments, x.device, held=x.dtype, compute=dtype)
+        for work, (start, end) in zip(works, panels, strict=True)
     ]
     requests, kinds = [next(worker) for worker in running], []
     while True:
+        for space, steps in zip(spaces, planned, strict=True):
+            assert space.nbytes == steps[len(kinds)][1]
         kinds.append(requests[0].kind)
-        exchange(requests, rows, m)
+        exchange(requests, team, m)
         if kinds[-1] == "rows":
             squares = [request.received for request in requests]
             assert all(
@@ -82,22 +120,25 @@ def shared(
                 done.append(stopped.value)
         if done:
             assert len(done) == workers
+            for space, steps in zip(spaces, planned, strict=True):
+                assert space.nbytes == steps[-1][1] and len(steps) == len(kinds) + 1
             return torch.cat(done, dim=1), kinds
         requests = following
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize(("workers", "nodes"), TEAMS)
 def test_equals_the_formula_and_asks_for_what_it_says(
-    shape: tuple[int, int], workers: int, form: str
+    shape: tuple[int, int], workers: int, nodes: int, form: str
 ) -> None:
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     segments = FORMS[form](coefficient_schedule("quintic", 5))
-    found, kinds = shared(x, workers, segments, dtype=torch.float64, scale=3.0)
+    found, kinds = shared(x, workers, segments, dtype=torch.float64, scale=3.0, nodes=nodes)
     expected = 3.0 * orthogonalize(x, QUINTIC)
     assert (found - expected).norm() <= 1e-10 * expected.norm()
-    assert tuple(kinds) == panel_requests(segments)
+    team = Team(rows=cuts(min(shape), workers), nodes=nodes)
+    assert tuple(kinds) == panel_requests(segments, team)
 
 
 @pytest.mark.parametrize(
@@ -105,13 +146,15 @@ def test_equals_the_formula_and_asks_for_what_it_says(
     [(torch.float32, 1e-5), (torch.float16, 5e-3), (torch.bfloat16, 7e-2)],
     ids=str,
 )
-@pytest.mark.parametrize("workers", [2, 3, 8])
-def test_no_less_precise_than_one_worker(dtype: torch.dtype, bound: float, workers: int) -> None:
+@pytest.mark.parametrize(("workers", "nodes"), [(2, 1), (3, 1), (8, 1), (8, 2), (9, 3)])
+def test_no_less_precise_than_one_worker(
+    dtype: torch.dtype, bound: float, workers: int, nodes: int
+) -> None:
     x = torch.randn(48, 160, generator=torch.Generator().manual_seed(2))
     schedule = coefficient_schedule("quintic", 5)
     form = standard_segments if dtype == torch.bfloat16 else carried_segments
     expected = orthogonalize(x.double(), QUINTIC)
-    found, _ = shared(x, workers, form(schedule), dtype=dtype)
+    found, _ = shared(x, workers, form(schedule), dtype=dtype, nodes=nodes)
     assert found.dtype == dtype
     off = (found.double() - expected).norm() / expected.norm()
     alone = newton_schulz(x, schedule, compute_dtype=dtype, segments=form(schedule))

@@ -23,13 +23,15 @@ from megatron_muon.matrices import (
 )
 from megatron_muon.placement import ExchangeGroup, Method, Plan, Run, make_plan
 from megatron_muon.placement.memory import (
+    LanePhases,
     Phase,
     PhasesFunction,
     WaveUse,
-    lane_peaks,
+    step_peaks,
     wave_uses,
 )
 from megatron_muon.placement.planning import cut_by_owner
+from megatron_muon.placement.schedule import LaneOrder, step_schedule
 from megatron_muon.placement.schemes import SOURCE, UPDATE
 from tests.distributed.prescribed import Whole, gate_up, shard, sharded_parameters, units
 
@@ -106,9 +108,12 @@ def with_waves(plan: Plan, cap: int) -> Plan:
         wave_uses([plan.schemes[i] for i in wave], plan.itemsizes, alone=plan.group.size == 1)
         for wave in waves
     ]
-    peaks = lane_peaks(uses, phases_of(plan), slots=lane.slots, alone=lane.alone)
-    ranks = range(plan.group.size)
-    return replace(plan, main=lane, peak_bytes=tuple(peaks.get(rank, 0) for rank in ranks))
+    found = LanePhases(uses, phases_of(plan))
+    turns = step_schedule(
+        LaneOrder(found.messages, lane.slots, lane.alone), LaneOrder((), 1, alone=True)
+    )
+    peaks = step_peaks(turns, (found,), ranks=plan.group.size)
+    return replace(plan, main=lane, peak_bytes=tuple(peaks))
 
 
 def phases_of(plan: Plan) -> PhasesFunction:

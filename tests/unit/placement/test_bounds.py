@@ -7,7 +7,12 @@ from itertools import combinations, product
 
 import pytest
 
-from megatron_muon.placement.bounds import Options, options_of, smallest_possible
+from megatron_muon.placement.bounds import Options, smallest_possible
+
+
+def options_of(costs: list[int]) -> Options:
+    """From the cost of a part at 1, 2, … parts."""
+    return tuple(enumerate(costs, start=1))
 
 
 def _best(matrices: list[Options], ranks: int) -> int:

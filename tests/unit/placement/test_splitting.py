@@ -11,8 +11,14 @@ import pytest
 import torch
 
 from megatron_muon.placement import Panels, Plan, Splitting, buffer_bytes_of, even_cuts, make_plan
+from megatron_muon.placement.part_costs import (
+    NETWORK_LATENCY_BYTES,
+    Candidate,
+    part_cost,
+    team_of,
+)
 from megatron_muon.placement.regions import panels
-from megatron_muon.placement.splitting import Candidate, choose_ranks, part_cost
+from megatron_muon.placement.splitting import choose_ranks
 from tests.distributed.prescribed import Whole
 from tests.unit.placement.stages import (
     UNBOUNDED,
@@ -32,7 +38,11 @@ def splitting(**changes: Any) -> Splitting:
     values: dict[str, Any] = {
         "most_ranks": 4,
         "flops": lambda m, n, ranks, number: -(-cost(m, n) // ranks),
-        "requests": lambda m, n: ("scalars", "partials", "rows"),
+        "requests": lambda m, n, team: (
+            "scalars",
+            *team.sum_kinds(),
+            *team.share_kinds(),
+        ),
         "itemsize": 4,
         "scalar_itemsize": 4,
         "min_flops": 0,
@@ -168,7 +178,11 @@ def test_messages_that_take_longer_than_they_save_are_not_sent() -> None:
     assert {len(r) for r in chosen(100, ranks=8, flops_per_byte=1)} == {1}
     one = candidates(100)[0]
     costs = [
-        part_cost(one, splitting(flops=lambda m, n, k, j: 100 // k, flops_per_byte=f), 2)
+        part_cost(
+            one,
+            splitting(flops=lambda m, n, k, j: 100 // k, flops_per_byte=f),
+            team_of(one.shape, 2, 2),
+        )
         for f in (0, 1, 2)
     ]
     assert costs[0] == 50
@@ -179,6 +193,62 @@ def test_ranks_of_a_matrix_are_on_one_node() -> None:
     """Two matrices in four parts on two nodes of four."""
     found = chosen(100, 100, ranks=8, per_node=4)
     assert {tuple(rank // 4 for rank in ranks) for ranks in found} == {(0,) * 4, (1,) * 4}
+
+
+def test_a_matrix_is_split_on_one_node_or_on_whole_ones() -> None:
+    """Of 100 on three nodes of four, up to ten ranks: eight, and all of two nodes."""
+    found = chosen(100, ranks=12, per_node=4, most_ranks=10)
+    assert [tuple(rank // 4 for rank in ranks) for ranks in found] == [(0,) * 4 + (1,) * 4]
+    assert {len(r) for r in chosen(100, ranks=11, per_node=4, most_ranks=16)} == {8}
+    assert {len(r) for r in chosen(100, ranks=8, per_node=1, most_ranks=3)} == {3}
+
+
+def test_the_network_is_used_only_where_it_makes_the_busiest_rank_faster_by_a_tenth() -> None:
+    """Eight ranks take half of what four do, and as many tenths of it more as it says."""
+    for rate, expected in ((0, 8), (7, 8), (9, 4), (1000, 4)):
+        found = choose_ranks(
+            [Candidate(name="m", shape=(8, 8), flops=10**10, cost=10**10, held={})],
+            ranks=8,
+            ranks_per_node=4,
+            splitting=splitting(
+                most_ranks=8,
+                flops=lambda m, n, parts, number: 10**10 // parts,
+                # Two messages over the network, each of 1 MiB and 32 bytes.
+                flops_per_network_byte=rate * 10**10 // 8 // 10 // (2 * (1 << 20) + 64),
+            ),
+        )
+        assert {len(ranks) for ranks in found.ranks} == {expected}
+
+
+def test_of_placements_equally_fast_the_busiest_rank_has_fewer_operations() -> None:
+    """The second in three parts takes no more time than the first in four, but 32 of operations."""
+    operations = {100: {1: 100, 2: 50, 3: 34, 4: 25}, 96: {1: 96, 2: 48, 3: 32, 4: 24}}
+    found = choose_ranks(
+        [
+            Candidate(name="a", shape=(10, 10), flops=100, cost=100, held={}),
+            Candidate(name="b", shape=(10, 9), flops=96, cost=75, held={}),
+        ],
+        ranks=8,
+        ranks_per_node=4,
+        splitting=splitting(
+            flops=lambda m, n, parts, number: operations[100 if n == 10 else 96][parts]
+        ),
+    )
+    assert [len(ranks) for ranks in found.ranks] == [4, 4]
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(4, 1), (8, 2), (6, 3), (3, 3)])
+def test_bytes_of_a_part_are_those_of_the_messages(ranks: int, nodes: int) -> None:
+    """Against the formula of ``panel_team``: a square of 24 x 24, eight bytes an element."""
+    each, square = ranks // nodes, 24 * 24 * 8
+    team = team_of((24, 30), ranks, each)
+    assert (team.size, team.nodes) == (ranks, nodes)
+    near, far = splitting(itemsize=8, scalar_itemsize=8).bytes_moved(24, 30, team, 0)
+    messages = len([*team.sum_kinds(), *team.share_kinds()]) // 2
+    assert near == 2 * square * (each - 1) // each + 2 * 8 * (ranks - 1)
+    latency = 2 * NETWORK_LATENCY_BYTES if nodes > 1 else 0
+    assert far == 2 * square * (nodes - 1) // ranks + latency
+    assert messages == (nodes > 1) + (each > 1)
 
 
 LARGE = [
