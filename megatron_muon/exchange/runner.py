@@ -17,6 +17,9 @@ from megatron_muon.placement.schedule import lane_schedule
 WaveFunction = Callable[[Mailbox], Iterator[Flight]]
 """One wave of an update rule: yields each message that it has sent, ends when all is applied."""
 
+HomeFunction = Callable[[Mailbox], Iterator[None]]
+"""Matrices that are in no wave: what comes before its ``yield`` is done before the waves."""
+
 
 class Exchange:
     """One rank's side of a plan.
@@ -68,12 +71,13 @@ class Exchange:
             small_side_first=small_side_first,
         )
         self.memory = MemoryPool(device)
+        self._home = compile_wave(plan, plan.home, rank)
         self._lanes = tuple(
             (lane, tuple(compile_wave(plan, wave, rank) for wave in lane.waves))
             for lane in (plan.main, plan.split)
         )
 
-    def run(self, wave: WaveFunction) -> None:
+    def run(self, wave: WaveFunction, at_home: HomeFunction | None = None) -> None:
         """One step: every wave from its first message to its last.
 
         The waves of split matrices are spread evenly between those of the others: ranks that have
@@ -82,9 +86,12 @@ class Exchange:
         Args:
             wave: Generator of one wave; every rank calls it for every wave, also where it neither
                 holds nor computes anything.
+            at_home: Computes what is in no wave; needed where the plan has such matrices.
         """
         self.counters = ExchangeCounters()
         self.memory.reset()
+        around = at_home(self._mailbox(self._home)) if at_home is not None else iter(())
+        next(around, None)
         main, split = (self._run_lane(lane, programs, wave) for lane, programs in self._lanes)
         of_main, of_split = (
             sum(len(program.messages) for program in programs) for _, programs in self._lanes
@@ -98,7 +105,12 @@ class Exchange:
                 done += 1
         for _ in split:
             pass
+        for _ in around:
+            pass
         self.counters.peak_buffer_bytes = self.memory.peak
+
+    def _mailbox(self, program: WaveProgram) -> Mailbox:
+        return Mailbox(program, wire=self._wire, memory=self.memory, counters=self.counters)
 
     def _run_lane(
         self, lane: Lane, programs: Sequence[WaveProgram], wave: WaveFunction
@@ -109,9 +121,7 @@ class Exchange:
         lengths = [len(program.messages) for program in programs]
         for number, sent in lane_schedule(lengths, slots=lane.slots, alone=lane.alone):
             if not sent:
-                mail = Mailbox(
-                    programs[number], wire=self._wire, memory=self.memory, counters=self.counters
-                )
+                mail = self._mailbox(programs[number])
                 steps = wave(mail)
             else:
                 mail, steps, flight = flying.pop(number)

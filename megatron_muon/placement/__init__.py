@@ -9,7 +9,7 @@ from megatron_muon.placement.cost_table import (
 )
 from megatron_muon.placement.factor_shape import FactorShape
 from megatron_muon.placement.plan import CostFunction, Plan, RankLoad
-from megatron_muon.placement.planning import Method, make_plan
+from megatron_muon.placement.planning import AtHome, Method, make_plan
 from megatron_muon.placement.regions import (
     ExchangeGroup,
     Piece,
@@ -25,6 +25,7 @@ from megatron_muon.placement.splitting import FLOPS_PER_BYTE, MIN_SPLIT_FLOPS, S
 __all__ = [
     "FLOPS_PER_BYTE",
     "MIN_SPLIT_FLOPS",
+    "AtHome",
     "CostFunction",
     "CostTable",
     "ExchangeGroup",

@@ -126,7 +126,7 @@ class RawSigns:
 
     def __init__(self, w: torch.Tensor, previous: torch.Tensor, kind: str, **_: Any) -> None:
         self.v, self.core = torch.linalg.qr(w)
-        self.is_unsettled = torch.tensor(False)
+        self.unsettled = torch.zeros(len(w), dtype=torch.bool)
 
     def settled(self, is_unsettled: bool) -> RightFactor:
         return RightFactor(update=self.v, kept=self.v, core=self.core)
