@@ -56,13 +56,14 @@ def _update(
     basis = Basis(torch.bmm(tall, v), overwrite=True)
     u = basis.settled(not passes_over)
     refresh = Refresh(torch.bmm(tall.mT, u), v, rule.right_factor, overwrite=True)
-    flags = basis.unsettled | refresh.unsettled
+    flags: torch.Tensor = basis.unsettled | refresh.unsettled
     del basis, v
-    found = refresh.settled(not passes_over, skipped=flags if passes_over else None)
+    update, kept, core = refresh.settled(not passes_over, skipped=flags if passes_over else None)
     del refresh
-    step.right_factors.keep(matrices, found.kept)
-    products = low_rank(shape, u, found.update, found.core)
-    del found, u
+    step.right_factors.keep(matrices, kept)
+    del kept
+    products = low_rank(shape, u, update, core)
+    del update, core, u
     # M, then the update, in the memory of B.
     b.baddbmm_(products.captured, products.right.mT, alpha=rule.momentum - 1.0)
     momenta = [range_of(step.ranges, piece.parameter).momentum for piece in pieces]
@@ -73,9 +74,7 @@ def _update(
     return flags
 
 
-def home_bytes(
-    shapes: Sequence[FactorShape], elements: int, wide: int, *, is_polar: bool
-) -> int:
+def home_bytes(shapes: Sequence[FactorShape], elements: int, wide: int, *, is_polar: bool) -> int:
     """The most memory that ``update_at_home`` takes.
 
     Args:
@@ -91,6 +90,6 @@ def home_bytes(
         u, v, core = shape.long * r, shape.short * r, r * r
         finding = v + 2 * (u + core)
         refreshing = u + 3 * v + 3 * core + (2 * v + 4 * core if is_polar else 0)
-        applying = (2 * shape.region.rows + shape.region.cols) * r
+        applying = (2 * shape.region.rows + shape.region.cols) * r + core
         most = max(most, count * (b + max(finding, refreshing, applying)) * wide)
     return most

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_muon.optim.dion_owner import blocks
+from megatron_muon.optim.dion_owner import MOST_SENT, blocks
 from megatron_muon.optim.held_batch import applied_bytes, batches, multiplied_bytes
 from megatron_muon.optim.rule import MOST_CONVERTED
 from megatron_muon.placement import FactorShape, Scheme, Share
@@ -56,7 +56,7 @@ class DionMemory:
         peak = there[SOURCE] + owned.finding
         elements = there[SOURCE] if owned.u_kept else 0
         if by_factors:
-            pack = elements + owned.u + sent[BASIS]
+            pack = elements + owned.u + sent[BASIS] + owned.basis_sent
             after = elements + owned.u_kept + under_way(BASIS)
             phases.append(Phase(peak=max(peak, pack, after), held=after))
             base = elements + owned.u_kept + there[BASIS]
@@ -66,7 +66,8 @@ class DionMemory:
             peak = 0
         base = owned.u_kept + there[BASIS]
         peak = max(peak, elements + there[RESPONSE] + base + owned.refreshing)
-        peak = max(peak, base + sent[UPDATE] + owned.refreshed)
+        packed = sent[UPDATE] if owned.sends_factors else 0
+        peak = max(peak, base + packed + owned.refreshed)
         base += owned.vw_kept
         after = base + under_way(UPDATE)
         peak = max(peak, base + sent[UPDATE] + owned.given_back)
@@ -112,18 +113,19 @@ class DionMemory:
             making = block + (stacked if is_assembled else 0)
             found.stacked = max(found.stacked, 0 if is_assembled else v)
             # Products, then QR: its input, Q, R, and what of R is left below dropped columns.
-            found.finding = max(
-                found.finding, found.u + found.cores + max(u + max(making, added), 2 * (u + core))
-            )
+            finding = max(u + max(making, added), 2 * (u + core))
+            found.finding = max(found.finding, finding - u - core)
             found.u += u
             more = 2 * v + 4 * core if self.is_polar else 0
-            found.refreshing = max(
-                found.refreshing,
-                found.previous + max(v + max(block, added), 3 * v + 2 * core + more),
-            )
-            found.previous += 2 * v + core + (core if self.is_polar else 0)
+            refreshing = max(v + max(block, added), 3 * v + 2 * core + more)
+            kept = 2 * v + core + (core if self.is_polar else 0)
+            found.refreshing = max(found.refreshing, refreshing - kept)
+            found.previous += kept
             found.cores += core
-            found.one_more = max(found.one_more, 2 * v)
+            in_order = [self._in_order(size) for size in (u, v, core)]
+            if not is_assembled:
+                found.basis_sent = max(found.basis_sent, in_order.pop(0))
+            found.one_more = max(found.one_more, v + max(v, sum(in_order)))
             if is_assembled:
                 found.u_kept += u
                 found.vw_kept += 2 * v
@@ -131,8 +133,20 @@ class DionMemory:
                 found.given_back = max(
                     found.given_back, block + rounded, rounded + self._converted(rounded)
                 )
+        found.sends_factors = any(
+            len(scheme.messages[UPDATE]) > len(scheme.messages.get(CAPTURED, ()))
+            for scheme, _ in use.computed
+        )
+        # Whichever group comes last.
+        found.finding += found.u + found.cores
+        found.refreshing += found.previous
         found.refreshed = found.previous + found.one_more
         return found
+
+    def _in_order(self, size: int) -> int:
+        """Factors as they are sent, see ``OwnedMatrices._as_sent``."""
+        elements = size // self.wide
+        return elements * self.narrow if elements <= MOST_SENT else 0
 
     def _block(self, shape: FactorShape, count: int) -> tuple[int, int]:
         """Bytes of the part of B, or of a product, that is in memory at once, and of its V."""
@@ -157,8 +171,10 @@ class _Owned:
         finding: The most while U is found.
         refreshing: The most while V is found.
         previous: V, the one before and C, of all.
-        one_more: V to keep and W, of one group.
+        one_more: V to keep, and W or factors as they are sent, of one group.
+        basis_sent: U of one group as it is sent.
         refreshed: The most when V has been found.
+        sends_factors: Whether any holder is sent factors, before elements are.
         given_back: A block of a product, as it is computed and as it is sent.
     """
 
@@ -171,5 +187,7 @@ class _Owned:
     refreshing: int = 0
     previous: int = 0
     one_more: int = 0
+    basis_sent: int = 0
     refreshed: int = 0
+    sends_factors: bool = False
     given_back: int = 0

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 MOST_ELEMENTS = 1 << 24
 """Of B and of products that are in memory at once."""
 
+MOST_SENT = 1 << 24
+"""Elements of factors that are brought into the order of messages before they are sent."""
+
 Fill = Callable[[Sequence[FlatPiece], list[torch.Tensor]], None]
 """Copies elements of B that this rank holds to their places."""
 
@@ -223,10 +226,12 @@ class OwnedMatrices:
             else:
                 found[part].baddbmm_(b.mT, factor[:, rows])
             self._mail.memory.release(b)
+            # Before the next block is assembled.
+            del b, factor
         return found
 
     def _add_up(self, group: _Group, where: Round, totals: torch.Tensor) -> None:
-        """Add what the holders have sent: the first one's of every matrix, the second one's, …"""
+        """Add what the holders have sent: of every matrix the first one's, then the second's."""
         sources = [self._sources(index) for index in group.matrices]
         for theirs in zip_longest(*sources):
             targets, terms = [], []
@@ -257,27 +262,39 @@ class OwnedMatrices:
 
     def _rows_sent(self, group: _Group, where: Round, factors: torch.Tensor) -> Pairs:
         """Rows of V (WARM) or U (BASIS) for every holder."""
+        factors = self._as_sent(factors)
         for index, factor in zip(group.matrices, factors, strict=True):
             for share in self._plan.schemes[index].shares:
                 if share.is_source or where == BASIS:
                     slot = self._mail.outgoing(where, index, share.rank)
                     yield from paired_rows(slot, factor, _spans(where, group.shape, share))
 
+    def _as_sent(self, factors: torch.Tensor) -> torch.Tensor:
+        """Factors as they lie in messages, where they are small: their copies are one launch then.
+
+        QR gives columns one after another.
+        """
+        if factors.numel() > MOST_SENT:
+            return factors
+        return factors.to(self._rule.exchange_dtype, memory_format=torch.contiguous_format)
+
     def _factors_sent(self, group: _Group, found: RightFactor) -> Pairs:
         """V and C for every holder that applies factors, and U where it does not have it."""
         shape = group.shape
+        vs, cores = self._as_sent(found.update), self._as_sent(found.core)
+        us = self._as_sent(group.u) if group.is_assembled else None
         for position, index in enumerate(group.matrices):
-            v, core = found.update[position], found.core[position]
+            v, core = vs[position], cores[position]
             scheme = self._plan.schemes[index]
             for share in scheme.shares:
                 if scheme.carries_elements(UPDATE, share):
                     continue
                 slot = self._mail.outgoing(UPDATE, index, share.rank)
-                if group.is_assembled:
+                if us is not None:
                     here, there, rest = factor_slots(shape, share, slot)
-                    yield from paired_rows(here, group.u[position], u_spans(shape, share))
+                    yield from paired_rows(here, us[position], u_spans(shape, share))
                 else:
-                    there, rest = slot.split((slot.numel() - core.numel(), core.numel()))
+                    there, rest = slot[: -core.numel()], slot[-core.numel() :]
                 yield from paired_rows(there, v, v_spans(shape, share))
                 yield rest.view(core.shape), core
 

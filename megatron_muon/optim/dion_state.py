@@ -1,4 +1,4 @@
-"""What a step of Orth-Dion shares between matrices: right factors, and flags that the host reads."""
+"""What all matrices of a step of Orth-Dion share: right factors, flags that the host reads."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from megatron_muon.exchange import copy_all
 from megatron_muon.placement import FactorShape, Scheme, Share
 from megatron_muon.placement.program import FlatPiece, HeldMatrix
 
-MOST_ELEMENTS = 1 << 23
+MOST_ELEMENTS = 1 << 25
 """Of the shares of a batch, of factors and of products together."""
 
 
@@ -48,18 +48,14 @@ def multiplied_bytes(
     return len(positions) * (_elements(rows, cols, positions) + (rows + cols) * rank) * wide
 
 
-def applied_bytes(
-    held: Sequence[tuple[Scheme, Share]], positions: Sequence[int], wide: int
-) -> int:
+def applied_bytes(held: Sequence[tuple[Scheme, Share]], positions: Sequence[int], wide: int) -> int:
     """Memory that products of factors take: elements, U, V, C and one of them times C."""
     rows, cols, rank = _sizes(held, positions)
     factors = (2 * rows + cols + rank) * rank
     return len(positions) * (_elements(rows, cols, positions) + factors) * wide
 
 
-def _sizes(
-    held: Sequence[tuple[Scheme, Share]], positions: Sequence[int]
-) -> tuple[int, int, int]:
+def _sizes(held: Sequence[tuple[Scheme, Share]], positions: Sequence[int]) -> tuple[int, int, int]:
     scheme, first = held[positions[0]]
     assert scheme.factors is not None
     return first.rows, first.cols, scheme.factors.rank

@@ -185,7 +185,7 @@ class OrthDionStep:
         slot = mail.incoming(UPDATE, entry.index, owner)
         if entry.scheme.assembles:
             return factor_slots(shape, entry.share, slot)
-        v, core = slot.split((slot.numel() - shape.rank**2, shape.rank**2))
+        v, core = slot[: -(shape.rank**2)], slot[-(shape.rank**2) :]
         return mail.incoming(BASIS, entry.index, owner), v, core
 
     def _take_out(self, pieces: Sequence[FlatPiece], captured: list[torch.Tensor]) -> None:

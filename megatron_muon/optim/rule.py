@@ -95,15 +95,17 @@ def add_all(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor], fact
     It cannot where dtypes differ; there small terms are converted first, some at a time.
     """
     group: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for number, (target, term) in enumerate(zip(targets, terms, strict=True), start=1):
-        if target.dtype != term.dtype and term.numel() > MOST_CONVERTED:
-            target.add_(term, alpha=factor)
-            continue
+    converted = 0
+    for target, term in zip(targets, terms, strict=True):
+        if target.dtype != term.dtype:
+            if term.numel() > MOST_CONVERTED:
+                target.add_(term, alpha=factor)
+                continue
+            converted += term.numel()
+            if converted > MOST_CONVERTED:
+                _add_group(group, factor)
+                group, converted = [], term.numel()
         group.append((target, term))
-        is_full = target.dtype != term.dtype and sum(t.numel() for _, t in group) > MOST_CONVERTED
-        if is_full or number == len(targets):
-            _add_group(group, factor)
-            group = []
     _add_group(group, factor)
 
 

@@ -276,7 +276,9 @@ class _Waves:
             if peak <= wanted:
                 return plan
             if bound is None and plan.main.slots < self._method.slots:
-                break
+                if plan.main.alone:
+                    break
+                continue
             if best is None or peak < max(best.peak_bytes):
                 best = plan
         assert best is not None
@@ -310,10 +312,13 @@ class _Waves:
         ]
         for main, peaks in cuts:
             yield self._with(main, peaks, *self._split[0])
-        for lane in list(_with_fewer_slots(cuts[-1][0]))[1:]:
-            peaks = self._lane_peaks(lane)
-            for split in self._split:
-                yield self._with(lane, peaks, *split)
+        for slots in range(self._plan.main.slots - 1, 0, -1):
+            # Where waves alternate little is lost by fewer of them.
+            for cut, _ in cuts[-1:] if self._plan.main.alone else cuts:
+                lane = replace(cut, slots=slots)
+                peaks = self._lane_peaks(lane)
+                for split in self._split:
+                    yield self._with(lane, peaks, *split)
 
     def _with(
         self, main: Lane, main_peaks: Mapping[int, int], split: Lane, split_peaks: Mapping[int, int]
