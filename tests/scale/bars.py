@@ -159,7 +159,6 @@ BARS = (
 )
 
 _MORE_SPLIT = "more is planned than taken where some matrices are split"
-_MORE_DION = "more is planned than orth_dion takes"
 _LESS = "less is planned than taken: a bound that the user gives would not hold"
 OFF_PLAN = {
     "llama3-70b on 512 tp8: dmuon, dense, most_flops": _MORE_SPLIT,
@@ -177,18 +176,8 @@ OFF_PLAN = {
     "kimi-k2 on 1024, first stage: dmuon, dense, most_flops": _MORE_SPLIT,
     "nemotron-h-56b on 512 tp8: dmuon, dense, most_memory": _MORE_SPLIT,
     "nemotron-h-56b on 512 tp8: dmuon, dense, most_flops": _MORE_SPLIT,
-    "llama3-70b on 16384 tp8: orth_dion, dense, most_memory": _MORE_DION,
-    "llama3-405b on 8192 tp8: orth_dion, dense, most_memory": _MORE_DION,
-    "llama3-405b on 8192 tp8: orth_dion, dense, most_flops": _MORE_DION,
-    "deepseek-v3 on 2048, first stage: orth_dion, dense, most_flops": _MORE_DION,
-    "deepseek-v3 on 16384, first stage: orth_dion, dense, most_memory": _MORE_DION,
-    "deepseek-v3 on 16384, first stage: orth_dion, dense, most_flops": _MORE_DION,
-    "llama3-8b on 64: orth_dion 1/16, dense, most_flops": _LESS,
-    "llama3-70b on 512 tp8: orth_dion 1/16, dense, most_flops": _LESS,
     "qwen3-30b-a3b on 64: dmuon, dense, most_flops": _LESS,
     "qwen3-30b-a3b on 64: dmuon with symmetric kernel, dense, most_flops": _LESS,
-    "deepseek-v3 on 16384: orth_dion, expert, most_memory": _LESS,
-    "deepseek-v3 on 16384: orth_dion, expert, most_flops": _LESS,
 }
 """Counted ranks of which planned memory is more than a tenth off, and how."""
 
