@@ -259,6 +259,12 @@ class MatrixConfig:
         "auto",
         "Element type of what travels; auto is bf16 where the iteration has 16 bits.",
         Flag(name="--dmuon-exchange-dtype", values="EXCHANGE_POLICIES"),
+        Flag(
+            name="--orth-dion-exchange-dtype",
+            help="Element type of what travels; M, V and all products stay in fp32. auto is bf16 "
+            "for a model that trains in bf16 where the device is fast in it, else fp32.",
+            values="EXCHANGE_POLICIES",
+        ),
     )
     split_ranks: int | None = setting(
         None,

@@ -10,11 +10,14 @@ from megatron_muon.exchange.mailbox import ExchangeCounters, Flight, Mailbox, Wi
 from megatron_muon.exchange.transport import Transport
 from megatron_muon.linalg import MemoryPool
 from megatron_muon.placement import Plan
-from megatron_muon.placement.program import compile_wave
+from megatron_muon.placement.program import WaveProgram, compile_wave
 from megatron_muon.placement.schedule import LaneOrder, step_schedule
 
 WaveFunction = Callable[[Mailbox], Iterator[Flight]]
 """One wave of an update rule: yields each message that it has sent, ends when all is applied."""
+
+HomeFunction = Callable[[Mailbox], Iterator[None]]
+"""Matrices that are in no wave: what comes before its ``yield`` is done before the waves."""
 
 
 class Exchange:
@@ -67,6 +70,7 @@ class Exchange:
             small_side_first=small_side_first,
         )
         self.memory = MemoryPool(device)
+        self._home = compile_wave(plan, plan.home, rank)
         lanes = plan.main, plan.split
         self._programs = [[compile_wave(plan, wave, rank) for wave in lane.waves] for lane in lanes]
         self._order = [
@@ -74,25 +78,23 @@ class Exchange:
             for lane, programs in zip(lanes, self._programs, strict=True)
         ]
 
-    def run(self, wave: WaveFunction) -> None:
+    def run(self, wave: WaveFunction, at_home: HomeFunction | None = None) -> None:
         """One step: every wave from its first message to its last, in the order of the schedule.
 
         Args:
             wave: Generator of one wave; every rank calls it for every wave, also where it neither
                 holds nor computes anything.
+            at_home: Computes what is in no wave; needed where the plan has such matrices.
         """
         self.counters = ExchangeCounters()
         self.memory.reset()
+        around = at_home(self._mailbox(self._home)) if at_home is not None else iter(())
+        next(around, None)
         flying: dict[tuple[int, int], tuple[Mailbox, Iterator[Flight], Flight]] = {}
         passed: list[Flight] = []
         for lane, number, sent in step_schedule(*self._order):
             if not sent:
-                mail = Mailbox(
-                    self._programs[lane][number],
-                    wire=self._wire,
-                    memory=self.memory,
-                    counters=self.counters,
-                )
+                mail = self._mailbox(self._programs[lane][number])
                 steps = wave(mail)
             else:
                 mail, steps, flight = flying.pop((lane, number))
@@ -110,4 +112,9 @@ class Exchange:
             del following
         for flight in passed:
             flight.land()
+        for _ in around:
+            pass
         self.counters.peak_buffer_bytes = self.memory.peak
+
+    def _mailbox(self, program: WaveProgram) -> Mailbox:
+        return Mailbox(program, wire=self._wire, memory=self.memory, counters=self.counters)

@@ -90,6 +90,7 @@ def get_matrix_optimizer(
         model_chunks,
         domains(pg_collection, with_experts=with_experts),
         pg_collection,
+        trains_in_bf16=config.bf16,
     )
 
     base = get_standard_config_overrides(config) if config_overrides is None else config_overrides
@@ -137,13 +138,15 @@ def _plan_together(
     model_chunks: Sequence[Any],
     found: Sequence[Domain],
     pg_collection: Any,
+    *,
+    trains_in_bf16: bool,
 ) -> tuple[MatrixSetup, ...]:
     """Rule and plan of every domain of this stage, compared with those of the other ranks."""
     device = next(p.device for chunk in model_chunks for p in chunk.parameters())
     problems: list[str] = []
     plans = []
     try:
-        rule, method = make_rule(settings, device)
+        rule, method = make_rule(settings, device, trains_in_bf16=trains_in_bf16)
         plans = [plan_stage(settings, method, routed, model_chunks, domain) for domain in found]
     except ValueError as error:
         problems.append(str(error))

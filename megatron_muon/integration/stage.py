@@ -43,21 +43,28 @@ RANKS_OF_A_NODE = 8
 """Among which a matrix is split where it is not known how many ranks a node has."""
 
 
-def make_rule(settings: MatrixConfig, device: torch.device) -> tuple[MatrixRule, MethodFunction]:
+def make_rule(
+    settings: MatrixConfig, device: torch.device, *, trains_in_bf16: bool
+) -> tuple[MatrixRule, MethodFunction]:
     """The update rule that the settings describe, and how it is planned.
 
     Args:
         settings: The user's settings.
         device: Where matrices are computed; it decides what an operation costs.
+        trains_in_bf16: Whether gradients come from products in bf16.
 
     Raises:
         ValueError: A setting that does not exist or is out of range.
     """
-    make = _orth_dion if settings.optimizer == "orth_dion" else _dmuon
-    return make(settings, device)
+    if settings.optimizer == "orth_dion":
+        gradients = resolve_compute_dtype("auto", device) if trains_in_bf16 else torch.float32
+        return _orth_dion(settings, resolve_exchange_dtype(settings.exchange_dtype, gradients))
+    return _dmuon(settings, device)
 
 
-def _orth_dion(settings: MatrixConfig, device: torch.device) -> tuple[MatrixRule, MethodFunction]:
+def _orth_dion(
+    settings: MatrixConfig, exchange_dtype: torch.dtype
+) -> tuple[MatrixRule, MethodFunction]:
     rule = OrthDionRule(
         rank_fraction=settings.rank_fraction,
         rank_multiple_of=settings.rank_multiple_of,
@@ -67,6 +74,7 @@ def _orth_dion(settings: MatrixConfig, device: torch.device) -> tuple[MatrixRule
         extra_scale_factor=settings.extra_scale_factor,
         rank_compensation=settings.rank_compensation,
         state_dtype=STATE_DTYPES[settings.state_dtype],
+        exchange_dtype=exchange_dtype,
     )
 
     def method(matrices: Sequence[LogicalMatrix], owners: int) -> Method:

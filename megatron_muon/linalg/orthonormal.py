@@ -68,7 +68,7 @@ class Basis:
     the flags of many batches can be read back to the host together.
 
     Attributes:
-        is_unsettled: Flag (a tensor without dimensions) that some matrix takes them.
+        unsettled: Flags (B,) of the matrices that take them.
 
     Args:
         p: (B, m, r) with r ≤ m, any floating dtype and strides.
@@ -81,28 +81,29 @@ class Basis:
     @torch.no_grad()
     def __init__(self, p: Tensor, *, overwrite: bool = False) -> None:
         _check("orthonormal_basis", p)
-        x, self._largest = _scaled(p, overwrite=overwrite)
+        x, _, self._is_broken = _scaled(p, overwrite=overwrite)
         del p
         with full_precision_matmul():
             self._found = _GramSchmidt(x)
-        self.is_unsettled = self._found.is_hiding.any()
+        self.unsettled = self._found.is_hiding
 
     @torch.no_grad()
     def settled(self, is_unsettled: bool) -> Tensor:
         """Returns U (B, m, r), float32 or float64; nan throughout for an inf or nan in P.
 
         Args:
-            is_unsettled: The flag, or that of several batches together.
+            is_unsettled: Whether there is a flag, here or in other batches. Without it a matrix
+                that has one lacks a part of the range of P.
         """
         with full_precision_matmul():
             basis, _ = self._found.settled(is_unsettled)
-        return basis.masked_fill_(~self._largest.isfinite(), torch.nan)
+        return basis.masked_fill_(self._is_broken, torch.nan)
 
 
 def orthonormal_basis(p: Tensor) -> Tensor:
     """Returns ``Basis`` of one batch (B, m, r), which is not modified; reads one flag back."""
     basis = Basis(p)
-    return basis.settled(bool(basis.is_unsettled))
+    return basis.settled(bool(basis.unsettled.any()))
 
 
 class Refresh:
@@ -119,7 +120,7 @@ class Refresh:
     ``core`` are nan throughout and ``kept`` is the previous V.
 
     Attributes:
-        is_unsettled: Flag (a tensor without dimensions) that something was dropped.
+        unsettled: Flags (B,) of the matrices in which something was dropped.
 
     Args:
         w: W (B, n, r) with r ≤ n, any floating dtype and strides.
@@ -143,23 +144,22 @@ class Refresh:
                 f"The previous V is {tuple(previous.shape)} and W is {tuple(w.shape)}; they must "
                 "agree."
             )
-        x, self._largest = _scaled(w, overwrite=overwrite)
+        x, self._largest, self._is_broken = _scaled(w, overwrite=overwrite)
         del w
         self._kind = kind
         self._previous = previous
-        self._untouched = (self._largest == 0) | ~self._largest.isfinite()
+        self._untouched = (self._largest == 0) | self._is_broken
         self._x = x
         with full_precision_matmul():
             if kind == "polar":
                 self._update, self._core, self._dropped, self._places = _polar(x)
-                self.is_unsettled = self._is_dropped(self._dropped).any()
+                self.unsettled = self._is_dropped(self._dropped)
             elif kind == "colnorm":
                 self._update, self._core = _column_lengths(x)
-                self.is_unsettled = self._is_dropped((self._update == 0).all(dim=-2)).any()
+                self.unsettled = self._is_dropped((self._update == 0).all(dim=-2))
             else:
                 self._found = _GramSchmidt(x)
-                dropped = self._is_dropped(self._found.dropped)
-                self.is_unsettled = (self._found.is_hiding | dropped).any()
+                self.unsettled = self._found.is_hiding | self._is_dropped(self._found.dropped)
         del self._x
 
     def _is_dropped(self, dropped: Tensor) -> Tensor:
@@ -167,11 +167,12 @@ class Refresh:
         return dropped.any(dim=-1) & ~self._untouched.flatten()
 
     @torch.no_grad()
-    def settled(self, is_unsettled: bool) -> RightFactor:
+    def settled(self, is_unsettled: bool, *, skipped: Tensor | None = None) -> RightFactor:
         """Returns the three factors.
 
         Args:
-            is_unsettled: The flag, or that of several batches together.
+            is_unsettled: Whether there is a flag, here or in other batches.
+            skipped: Flags (B,) of matrices to be passed over: zeros, and the previous V.
         """
         with full_precision_matmul():
             if self._kind == "qr":
@@ -182,12 +183,16 @@ class Refresh:
                 del self._update, self._core
             old = self._previous.to(update.dtype)
             kept = self._filled_up(update, old) if is_unsettled else update
-        kept = torch.where(self._untouched, old, kept)
-        broken = ~self._largest.isfinite()
+        untouched = self._untouched
+        if skipped is not None:
+            untouched = untouched | skipped.view(-1, 1, 1)
+        kept = torch.where(untouched, old, kept)
         core.mul_(self._largest)
-        return RightFactor(
-            update.masked_fill_(broken, torch.nan), kept, core.masked_fill_(broken, torch.nan)
-        )
+        for found in (update, core):
+            found.masked_fill_(self._is_broken, torch.nan)
+            if skipped is not None:
+                found.masked_fill_(skipped.view(-1, 1, 1), 0.0)
+        return RightFactor(update, kept, core)
 
     def _filled_up(self, update: Tensor, old: Tensor) -> Tensor:
         is_polar = self._kind == "polar"
@@ -206,7 +211,7 @@ class Refresh:
 def right_factor(w: Tensor, previous: Tensor, kind: str) -> RightFactor:
     """Returns ``Refresh`` of one batch (B, n, r), which is not modified; reads one flag back."""
     refresh = Refresh(w, previous, kind)
-    return refresh.settled(bool(refresh.is_unsettled))
+    return refresh.settled(bool(refresh.unsettled.any()))
 
 
 def dion_flops(m: int, n: int, r: int) -> int:
@@ -219,8 +224,10 @@ def dion_flops(m: int, n: int, r: int) -> int:
     return 8 * m * n * r + 4 * (m + n) * r**2 - 8 * r**3 // 3
 
 
-def _scaled(x: Tensor, *, overwrite: bool) -> tuple[Tensor, Tensor]:
-    """Each matrix over its largest entry, and that entry (B, 1, 1); zeros where it is not finite.
+def _scaled(x: Tensor, *, overwrite: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Each matrix over its largest entry, that entry (B, 1, 1), and where it is not finite.
+
+    There the matrix is zeros.
 
     QR and SVD refuse nan, for the whole batch; and squares of 1e-30 vanish in fp32.
     """
@@ -229,7 +236,8 @@ def _scaled(x: Tensor, *, overwrite: bool) -> tuple[Tensor, Tensor]:
     # A quotient, not a product with 1/largest: the reciprocal of a subnormal is inf.
     divisor = largest.masked_fill(largest == 0, 1.0)
     scaled = wide.div_(divisor) if overwrite or wide is not x else wide / divisor
-    return scaled.masked_fill_(~largest.isfinite(), 0.0), largest
+    is_broken = ~largest.isfinite()
+    return scaled.masked_fill_(is_broken, 0.0), largest, is_broken
 
 
 class _GramSchmidt:

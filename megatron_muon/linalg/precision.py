@@ -64,15 +64,14 @@ def resolve_exchange_dtype(policy: str, compute_dtype: torch.dtype) -> torch.dty
 
     Args:
         policy: One of ``EXCHANGE_POLICIES``.
-        compute_dtype: That of the Newton-Schulz products.
+        compute_dtype: That of the Newton-Schulz products, or of those that made the gradients.
 
     Raises:
         ValueError: Unknown policy.
     """
     if policy not in EXCHANGE_POLICIES:
         raise ValueError(
-            f"--dmuon-exchange-dtype {policy} is unknown; supported are "
-            f"{', '.join(EXCHANGE_POLICIES)}. Type for example --dmuon-exchange-dtype auto."
+            f"The exchange dtype {policy} is unknown; supported are {', '.join(EXCHANGE_POLICIES)}."
         )
     if policy == "auto":
         return torch.bfloat16 if compute_dtype.itemsize == 2 else torch.float32

@@ -9,21 +9,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from megatron_muon.exchange import Mailbox
+from megatron_muon.exchange import Mailbox, copy_all
 from megatron_muon.linalg import Basis, Refresh, RightFactor
-from megatron_muon.optim.factors import (
-    Spans,
-    add_rows,
-    factor_slots,
-    take_rows,
-    u_spans,
-    v_spans,
-)
-from megatron_muon.optim.rule import OwnedState
+from megatron_muon.optim.dion_state import Flags, RightFactors
+from megatron_muon.optim.factors import Spans, factor_slots, paired_rows, u_spans, v_spans
+from megatron_muon.optim.rule import add_all
 from megatron_muon.placement import FactorShape, Plan, Share
 from megatron_muon.placement.program import FlatPiece, Rows
 from megatron_muon.placement.schemes import BASIS, RESPONSE, SOURCE, UPDATE, WARM, Round
@@ -34,11 +29,17 @@ if TYPE_CHECKING:
 MOST_ELEMENTS = 1 << 24
 """Of B and of products that are in memory at once."""
 
+MOST_SENT = 1 << 24
+"""Elements of factors that are brought into the order of messages before they are sent."""
+
 Fill = Callable[[Sequence[FlatPiece], list[torch.Tensor]], None]
 """Copies elements of B that this rank holds to their places."""
 
 Apply = Callable[[Sequence[FlatPiece], list[torch.Tensor]], None]
 """Applies elements of a product to this rank's ranges."""
+
+Pairs = Iterator[tuple[torch.Tensor, torch.Tensor]]
+"""Places in messages, and what is to be copied to each."""
 
 
 class Block(NamedTuple):
@@ -99,15 +100,22 @@ class OwnedMatrices:
         plan: The plan.
         mail: The wave.
         right_factors: V of every owned matrix; replaced by ``refresh``.
+        flags: Reads what the host has to know.
     """
 
     def __init__(
-        self, rule: OrthDionRule, plan: Plan, mail: Mailbox, right_factors: OwnedState
+        self,
+        rule: OrthDionRule,
+        plan: Plan,
+        mail: Mailbox,
+        right_factors: RightFactors,
+        flags: Flags,
     ) -> None:
         self._rule = rule
         self._plan = plan
         self._mail = mail
         self._right_factors = right_factors
+        self._flags = flags
         by_shape: dict[tuple[FactorShape, bool], list[int]] = defaultdict(list)
         for index in mail.program.factored:
             by_shape[self._shape(index), False].append(index)
@@ -120,10 +128,10 @@ class OwnedMatrices:
 
     def send_right_factors(self) -> None:
         """V, to the holders."""
-        for index in self._mail.program.factored:
-            for share in self._sources(index):
-                slot = self._mail.outgoing(WARM, index, share.rank)
-                take_rows(slot, self._right_factor(index), v_spans(self._shape(index), share))
+        for group in self._groups:
+            if not group.is_assembled:
+                v = self._right_factors.stacked(group.matrices)
+                _copy(self._rows_sent(group, WARM, v))
 
     def find_bases(self, fill: Fill) -> None:
         """U = orth(B V)."""
@@ -132,7 +140,7 @@ class OwnedMatrices:
             group.basis = Basis(p, overwrite=True)
             self._mail.memory.release(p)
             del p
-        is_unsettled = _read_together([group.basis.is_unsettled for group in self._groups])
+        is_unsettled = self._flags.read([group.basis.unsettled for group in self._groups])
         for group in self._groups:
             group.u = group.basis.settled(is_unsettled)
             del group.basis
@@ -142,37 +150,29 @@ class OwnedMatrices:
     def send_bases(self) -> None:
         """U, to the holders; of these matrices the owner needs it no longer."""
         for group in self._groups:
-            if group.is_assembled:
-                continue
-            for index, u in zip(group.matrices, group.u, strict=True):
-                for share in self._plan.schemes[index].shares:
-                    slot = self._mail.outgoing(BASIS, index, share.rank)
-                    take_rows(slot, u, u_spans(group.shape, share))
-            del u, group.u
+            if not group.is_assembled:
+                _copy(self._rows_sent(group, BASIS, group.u))
+                del group.u
 
     def refresh(self, fill: Fill) -> None:
         """W = Bᵀ U and V = right(W), and factors for those holders that need them."""
         for group in self._groups:
             w = self._product(group, RESPONSE, fill)
-            v = self._stacked_right_factors(group.matrices)
+            v = self._right_factors.stacked(group.matrices)
             group.refreshed = Refresh(w, v, self._rule.right_factor, overwrite=True)
             self._mail.memory.release(w)
             del w, v
         self._mail.close(SOURCE)
         self._mail.close(RESPONSE)
-        flags = [group.refreshed.is_unsettled for group in self._groups]
-        is_unsettled = _read_together(flags)
+        is_unsettled = self._flags.read([group.refreshed.unsettled for group in self._groups])
         for group in self._groups:
             found = group.refreshed.settled(is_unsettled)
             del group.refreshed
-            for position, index in enumerate(group.matrices):
-                name = self._plan.matrices[index].name
-                self._right_factors[name] = found.kept[position].to(
-                    self._rule.state_dtype, copy=True
-                )
-                self._send_factors(group, found, position)
+            self._right_factors.keep(group.matrices, found.kept)
+            _copy(self._factors_sent(group, found))
             if group.is_assembled:
                 group.v, group.w = found.update, torch.bmm(found.update, found.core)
+            del found
         self._groups = [group for group in self._groups if group.is_assembled]
         self._mail.count_matrices(
             len(self._mail.program.factored)
@@ -207,9 +207,7 @@ class OwnedMatrices:
         height = shape.long if where == SOURCE else shape.short
         found = self._mail.memory.take(len(group.matrices), height, shape.rank, dtype=dtype)
         if not group.is_assembled:
-            spans = u_spans if where == SOURCE else v_spans
-            for index, total in zip(group.matrices, found.zero_(), strict=True):
-                self._add_up(where, index, spans, total)
+            self._add_up(group, where, found.zero_())
             return found
         # B V has the rows of B, and Bᵀ U its columns, unless B is transposed.
         by_rows = shape.transposed == (where == RESPONSE)
@@ -217,30 +215,36 @@ class OwnedMatrices:
             part, rows = block.part, slice(*block.rows)
             b = self._assemble(group, block, fill)
             factor = (
-                self._stacked_right_factors(group.matrices[part])
+                self._right_factors.stacked(group.matrices[part])
                 if where == SOURCE
                 else group.u[part]
             )
             if by_rows:
-                found[part, rows] = torch.bmm(b, factor)
+                torch.bmm(b, factor, out=found[part, rows])
             elif rows.start == 0:
-                found[part] = torch.bmm(b.mT, factor[:, rows])
+                torch.bmm(b.mT, factor[:, rows], out=found[part])
             else:
                 found[part].baddbmm_(b.mT, factor[:, rows])
             self._mail.memory.release(b)
+            # Before the next block is assembled.
+            del b, factor
         return found
 
-    def _add_up(
-        self,
-        where: Round,
-        index: int,
-        spans: Callable[[FactorShape, Share], Spans],
-        total: torch.Tensor,
-    ) -> None:
-        """Add what the holders have sent, in the order of ranks."""
-        for share in self._sources(index):
-            slot = self._mail.incoming(where, index, share.rank)
-            add_rows(total, slot, spans(self._shape(index), share))
+    def _add_up(self, group: _Group, where: Round, totals: torch.Tensor) -> None:
+        """Add what the holders have sent: of every matrix the first one's, then the second's."""
+        sources = [self._sources(index) for index in group.matrices]
+        for theirs in zip_longest(*sources):
+            targets, terms = [], []
+            for index, share, total in zip(group.matrices, theirs, totals, strict=True):
+                if share is not None:
+                    slot = self._mail.incoming(where, index, share.rank)
+                    for term, target in paired_rows(slot, total, _spans(where, group.shape, share)):
+                        targets.append(target)
+                        terms.append(term)
+            if len(targets) == 1:
+                targets[0].add_(terms[0])
+            else:
+                add_all(targets, terms, 1.0)
 
     def _assemble(self, group: _Group, block: Block, fill: Fill) -> torch.Tensor:
         """A block of B, from SOURCE and from own elements."""
@@ -256,22 +260,43 @@ class OwnedMatrices:
         fill(*self._mail.local(places, rows, only_sources=True))
         return b
 
-    def _send_factors(self, group: _Group, found: RightFactor, position: int) -> None:
-        """V and C to every holder that applies factors, and U where it does not have it."""
-        index, shape = group.matrices[position], group.shape
-        v, core = found.update[position], found.core[position]
-        scheme = self._plan.schemes[index]
-        for share in scheme.shares:
-            slot = self._mail.outgoing(UPDATE, index, share.rank)
-            if not group.is_assembled:
-                rows = shape.v_rows(share) * shape.rank
-                take_rows(slot[:rows], v, v_spans(shape, share))
-                slot[rows:].copy_(core.reshape(-1))
-            elif not scheme.carries_elements(UPDATE, share):
-                here, there, rest = factor_slots(shape, share, slot)
-                take_rows(here, group.u[position], u_spans(shape, share))
-                take_rows(there, v, v_spans(shape, share))
-                rest.copy_(core.reshape(-1))
+    def _rows_sent(self, group: _Group, where: Round, factors: torch.Tensor) -> Pairs:
+        """Rows of V (WARM) or U (BASIS) for every holder."""
+        factors = self._as_sent(factors)
+        for index, factor in zip(group.matrices, factors, strict=True):
+            for share in self._plan.schemes[index].shares:
+                if share.is_source or where == BASIS:
+                    slot = self._mail.outgoing(where, index, share.rank)
+                    yield from paired_rows(slot, factor, _spans(where, group.shape, share))
+
+    def _as_sent(self, factors: torch.Tensor) -> torch.Tensor:
+        """Factors as they lie in messages, where they are small: their copies are one launch then.
+
+        QR gives columns one after another.
+        """
+        if factors.numel() > MOST_SENT:
+            return factors
+        return factors.to(self._rule.exchange_dtype, memory_format=torch.contiguous_format)
+
+    def _factors_sent(self, group: _Group, found: RightFactor) -> Pairs:
+        """V and C for every holder that applies factors, and U where it does not have it."""
+        shape = group.shape
+        vs, cores = self._as_sent(found.update), self._as_sent(found.core)
+        us = self._as_sent(group.u) if group.is_assembled else None
+        for position, index in enumerate(group.matrices):
+            v, core = vs[position], cores[position]
+            scheme = self._plan.schemes[index]
+            for share in scheme.shares:
+                if scheme.carries_elements(UPDATE, share):
+                    continue
+                slot = self._mail.outgoing(UPDATE, index, share.rank)
+                if us is not None:
+                    here, there, rest = factor_slots(shape, share, slot)
+                    yield from paired_rows(here, us[position], u_spans(shape, share))
+                else:
+                    there, rest = slot[: -core.numel()], slot[-core.numel() :]
+                yield from paired_rows(there, v, v_spans(shape, share))
+                yield rest.view(core.shape), core
 
     # ---- what belongs to a matrix -------------------------------------------------------------
 
@@ -283,14 +308,12 @@ class OwnedMatrices:
     def _sources(self, index: int) -> list[Share]:
         return [share for share in self._plan.schemes[index].shares if share.is_source]
 
-    def _right_factor(self, index: int) -> torch.Tensor:
-        name = self._plan.matrices[index].name
-        return self._right_factors[name].to(self._rule.factor_dtype)
 
-    def _stacked_right_factors(self, matrices: Sequence[int]) -> torch.Tensor:
-        return torch.stack([self._right_factor(index) for index in matrices])
+def _spans(where: Round, shape: FactorShape, share: Share) -> Spans:
+    """Rows of a factor that a message carries for a share."""
+    return u_spans(shape, share) if where in (SOURCE, BASIS) else v_spans(shape, share)
 
 
-def _read_together(flags: Sequence[torch.Tensor]) -> bool:
-    """Whether any flag is set; the host waits once."""
-    return bool(torch.stack(list(flags)).any()) if flags else False
+def _copy(pairs: Pairs) -> None:
+    found = list(pairs)
+    copy_all([place for place, _ in found], [value for _, value in found])

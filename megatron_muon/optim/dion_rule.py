@@ -12,10 +12,12 @@ from torch import Tensor
 
 from megatron_muon.exchange import Exchange
 from megatron_muon.linalg import RIGHT_FACTORS, dion_flops, update_scale
-from megatron_muon.optim.dion_memory import dion_phases
+from megatron_muon.optim.dion_home import home_bytes
+from megatron_muon.optim.dion_memory import DionMemory
+from megatron_muon.optim.dion_owner import MOST_ELEMENTS
 from megatron_muon.optim.orth_dion import orth_dion_step
 from megatron_muon.optim.rule import MatrixRange, OwnedState, dtype_name
-from megatron_muon.placement import Method, Plan
+from megatron_muon.placement import AtHome, Method, Plan, Scheme
 from megatron_muon.placement.memory import Phase, WaveUse
 from megatron_muon.placement.schemes import FactorChoice, factor_scheme
 
@@ -123,15 +125,30 @@ class OrthDionRule:
             itemsizes=dict.fromkeys(self.dtypes, self.exchange_dtype.itemsize),
             phases=self.phases,
             scheme=factor_scheme(self.rank, of_factors, exchange),
-            at_home=lambda m, n: (8 * self.rank(m, n), of_factors(m, n)),
+            at_home=AtHome(
+                work=lambda m, n: (8 * self.rank(m, n), of_factors(m, n)),
+                most_elements=MOST_ELEMENTS,
+                most_at_once=4 * MOST_ELEMENTS,
+                peak=self._home_peak,
+            ),
             slots=2,
             alone=False,
             target_waves=1,
         )
 
     def phases(self, use: WaveUse) -> list[Phase]:
-        """Memory of a wave on one rank, see ``orth_dion._Step.wave``."""
-        return dion_phases(use, self.exchange_dtype.itemsize, self.factor_dtype.itemsize)
+        """Memory of a wave on one rank, see ``DionMemory``."""
+        memory = DionMemory(
+            narrow=self.exchange_dtype.itemsize,
+            wide=self.factor_dtype.itemsize,
+            is_polar=self.right_factor == "polar",
+        )
+        return memory.phases(use)
+
+    def _home_peak(self, schemes: Sequence[Scheme], elements: int) -> int:
+        shapes = [scheme.factors for scheme in schemes if scheme.factors is not None]
+        wide, is_polar = self.factor_dtype.itemsize, self.right_factor == "polar"
+        return home_bytes(shapes, elements, wide, is_polar=is_polar)
 
     def first_state(self, plan: Plan, rank: int, device: torch.device) -> OwnedState:
         """V (short side x r) of every matrix that a rank owns.

@@ -27,21 +27,10 @@ def v_spans(shape: FactorShape, share: Share) -> Spans:
     return share.row_spans if shape.transposed else ((share.col, share.cols),)
 
 
-def take_rows(slot: torch.Tensor, factor: torch.Tensor, spans: Spans) -> None:
-    """Copy rows of a factor into a slot of a message."""
-    for target, source in _rows(slot, factor, spans):
-        target.copy_(source)
-
-
-def add_rows(factor: torch.Tensor, slot: torch.Tensor, spans: Spans) -> None:
-    """Add the rows of a slot to those of a factor: partial sums of several holders."""
-    for source, target in _rows(slot, factor, spans):
-        target.add_(source)
-
-
-def _rows(
+def paired_rows(
     slot: torch.Tensor, factor: torch.Tensor, spans: Spans
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Rows of a slot of a message, and the rows of a factor that they stand for."""
     rows, first = slot.view(-1, factor.shape[1]), 0
     for start, count in spans:
         yield rows[first : first + count], factor[start : start + count]
@@ -108,7 +97,7 @@ def low_rank(shape: FactorShape, u: torch.Tensor, v: torch.Tensor, core: torch.T
         v: Rows of V.
         core: C (r, r), with W = V C.
     """
-    return LowRank(v, v @ core, u) if shape.transposed else LowRank(u, u @ core.T, v)
+    return LowRank(v, v @ core, u) if shape.transposed else LowRank(u, u @ core.mT, v)
 
 
 def factor_slots(

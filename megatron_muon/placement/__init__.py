@@ -16,7 +16,7 @@ from megatron_muon.placement.part_costs import (
     Splitting,
 )
 from megatron_muon.placement.plan import CostFunction, Plan, RankLoad
-from megatron_muon.placement.planning import Method, make_plan
+from megatron_muon.placement.planning import AtHome, Method, make_plan
 from megatron_muon.placement.regions import (
     ExchangeGroup,
     Piece,
@@ -33,6 +33,7 @@ __all__ = [
     "FLOPS_PER_NETWORK_BYTE",
     "MIN_SPLIT_FLOPS",
     "MOST_SPLIT_RANKS",
+    "AtHome",
     "CostFunction",
     "CostTable",
     "ExchangeGroup",

@@ -63,6 +63,8 @@ class Plan:
         schemes: How each matrix is communicated, and which ranks compute it.
         main: Waves of the matrices that one rank computes.
         split: Waves of the matrices that several ranks compute; they run between the main ones.
+        home: Indices of the matrices that are in no wave: nobody but their owner holds any of them.
+        home_elements: Elements of them that an owner computes at once, or one matrix.
         costs: Estimated time of each matrix, as a whole.
         flops: Floating-point operations of each matrix, as a whole.
         possible: Cost that the busiest rank has in any placement, see ``bounds``.
@@ -78,6 +80,8 @@ class Plan:
     schemes: tuple[Scheme, ...]
     main: Lane
     split: Lane
+    home: tuple[int, ...]
+    home_elements: int
     costs: tuple[int, ...]
     flops: tuple[int, ...]
     possible: int

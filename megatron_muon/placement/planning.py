@@ -27,6 +27,24 @@ AUTO_BYTES = 1 << 29
 
 
 @dataclass(frozen=True, kw_only=True)
+class AtHome:
+    """How matrices are computed whose owner is one of their holders.
+
+    Attributes:
+        work: (m, n) to the time of each element on whoever holds it, and that of the matrix on its
+            owner.
+        most_elements: A matrix that is no larger and that nobody else holds is in no wave.
+        most_at_once: Elements of such matrices that are computed at once, unless memory is short.
+        peak: Most bytes that computing them takes, from their schemes and elements at once.
+    """
+
+    work: Callable[[int, int], tuple[int, int]]
+    most_elements: int
+    most_at_once: int
+    peak: Callable[[Sequence[Scheme], int], int]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Method:
     """What planning has to know of an optimizer.
 
@@ -41,8 +59,7 @@ class Method:
         alone: As in ``Lane``.
         min_wave_elements: An owner's part of a wave is not made smaller unless memory asks for it.
         target_waves: Waves of the busiest owner, unless memory asks for more.
-        at_home: Set where holders do a part of the work: (m, n) to the time of each element on
-            whoever holds it, and that of the matrix on its owner, which is one of the holders.
+        at_home: Set where holders do a part of the work, and an owner is one of the holders.
     """
 
     cost: CostFunction
@@ -55,7 +72,7 @@ class Method:
     alone: bool = True
     min_wave_elements: int = MIN_WAVE_ELEMENTS
     target_waves: int = TARGET_WAVES
-    at_home: Callable[[int, int], tuple[int, int]] | None = None
+    at_home: AtHome | None = None
 
 
 def make_plan(
@@ -102,7 +119,7 @@ def make_plan(
         splitting: Splitting | None, bound: int | None, most_elements: int | None = None
     ) -> Plan:
         if method.at_home is not None:
-            chosen = _choose_at_home(candidates, method.at_home, group.size)
+            chosen = _choose_at_home(candidates, method.at_home.work, group.size)
         else:
             chosen = choose_ranks(
                 candidates,
@@ -111,16 +128,19 @@ def make_plan(
                 splitting=splitting,
                 most_elements=most_elements,
             )
+        schemes = tuple(
+            _scheme(method, splitting, candidate, theirs, ranks, per_node)
+            for candidate, theirs, ranks in zip(candidates, held, chosen.ranks, strict=True)
+        )
         plan = Plan(
             group=group,
             parameters=parameters,
             matrices=matrices,
-            schemes=tuple(
-                _scheme(method, splitting, candidate, theirs, ranks, per_node)
-                for candidate, theirs, ranks in zip(candidates, held, chosen.ranks, strict=True)
-            ),
+            schemes=schemes,
             main=Lane(waves=(), slots=method.slots, alone=method.alone),
             split=Lane(waves=(), slots=method.slots, alone=True),
+            home=_at_home(method, schemes),
+            home_elements=0,
             costs=tuple(candidate.cost for candidate in candidates),
             flops=tuple(candidate.flops for candidate in candidates),
             possible=chosen.possible,
@@ -151,6 +171,19 @@ def make_plan(
     if buffer_bytes is None:
         return split_or_whole(None)
     return planned_within(split_or_whole, buffer_bytes)
+
+
+def _at_home(method: Method, schemes: Sequence[Scheme]) -> tuple[int, ...]:
+    """Matrices that are computed where all of them lies, without a message."""
+    if method.at_home is None:
+        return ()
+    return tuple(
+        index
+        for index, scheme in enumerate(schemes)
+        if scheme.assembles
+        and {share.rank for share in scheme.shares} == set(scheme.ranks)
+        and scheme.region(0).numel <= method.at_home.most_elements
+    )
 
 
 def _choose_at_home(
@@ -215,7 +248,13 @@ class _Waves:
     def __init__(self, plan: Plan, method: Method) -> None:
         self._plan = plan
         self._method = method
-        self._whole = [i for i, scheme in enumerate(plan.schemes) if len(scheme.ranks) == 1]
+        at_home = set(plan.home)
+        self._whole = [
+            i
+            for i, scheme in enumerate(plan.schemes)
+            if len(scheme.ranks) == 1 and i not in at_home
+        ]
+        self._home_peaks: Mapping[int, int] = {}
         self._numels = [plan.matrices[index].numel for index in self._whole]
         self._owners = [plan.owners[index] for index in self._whole]
         self._split = replace(plan.split, waves=_split_waves(plan))
@@ -236,12 +275,16 @@ class _Waves:
         if not self._plan.matrices:
             return self._plan
         best: Plan | None = None
+        wanted = AUTO_BYTES if bound is None else bound
+        self._fit_home(wanted)
         for plan in self._plans():
             peak = max(plan.peak_bytes)
-            if peak <= (AUTO_BYTES if bound is None else bound):
+            if peak <= wanted:
                 return plan
             if bound is None and plan.main.slots < self._method.slots:
-                break
+                if plan.main.alone:
+                    break
+                continue
             if best is None or peak < max(best.peak_bytes):
                 best = plan
         assert best is not None
@@ -250,15 +293,36 @@ class _Waves:
         largest = max(self._plan.matrices, key=lambda m: m.numel)
         raise BufferTooSmallError(largest, max(best.peak_bytes))
 
+    def _fit_home(self, wanted: int) -> None:
+        """Find how many of the matrices that are in no wave can be computed at once."""
+        at_home = self._method.at_home
+        if at_home is None or not self._plan.home:
+            return
+        by_owner: dict[int, list[Scheme]] = defaultdict(list)
+        for index in self._plan.home:
+            by_owner[self._plan.owners[index]].append(self._plan.schemes[index])
+        least = min(self._plan.matrices[index].numel for index in self._plan.home)
+        elements = at_home.most_at_once
+        while True:
+            peaks = {rank: at_home.peak(theirs, elements) for rank, theirs in by_owner.items()}
+            if max(peaks.values()) <= wanted or elements <= least:
+                break
+            elements //= 2
+        self._plan, self._home_peaks = replace(self._plan, home_elements=elements), peaks
+
     def _plans(self) -> Iterator[Plan]:
         """From the fewest waves to the most, and then with fewer of them under way."""
-        for waves in self._cuts():
-            main = replace(self._plan.main, waves=waves)
-            phases = self._phases(main)
+        cuts = [
+            (lane, self._phases(lane))
+            for lane in (replace(self._plan.main, waves=waves) for waves in self._cuts())
+        ]
+        for main, phases in cuts:
             yield self._with(main, phases, self._split)
-        for lane in list(_with_fewer_slots(main))[1:]:
-            for split in _with_fewer_slots(self._split):
-                yield self._with(lane, phases, split)
+        for slots in range(self._plan.main.slots - 1, 0, -1):
+            # Where waves alternate little is lost by fewer of them.
+            for main, phases in cuts[-1:] if self._plan.main.alone else cuts:
+                for split in _with_fewer_slots(self._split):
+                    yield self._with(replace(main, slots=slots), phases, split)
 
     def _with(self, main: Lane, phases: LanePhases, split: Lane) -> Plan:
         both = phases, self._split_phases
@@ -269,6 +333,8 @@ class _Waves:
             )
         )
         peaks = step_peaks(turns, both, ranks=self._plan.group.size)
+        # What is at home is done before the first wave starts.
+        peaks = [max(peak, self._home_peaks.get(rank, 0)) for rank, peak in enumerate(peaks)]
         return replace(self._plan, main=main, split=split, peak_bytes=tuple(peaks))
 
     def _cuts(self) -> Iterator[tuple[tuple[int, ...], ...]]:

@@ -37,6 +37,7 @@ class DionSetting(Setting):
     lr: float = 0.02
     momentum: float = 0.95
     rank_compensation: bool = False
+    exchange_dtype: torch.dtype | None = None
 
 
 def rule_of(setting: DionSetting) -> OrthDionRule:
@@ -50,7 +51,7 @@ def rule_of(setting: DionSetting) -> OrthDionRule:
         extra_scale_factor=0.5,
         rank_compensation=setting.rank_compensation,
         state_dtype=setting.dtype,
-        exchange_dtype=setting.dtype,
+        exchange_dtype=setting.exchange_dtype or setting.dtype,
     )
 
 

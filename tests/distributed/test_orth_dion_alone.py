@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -90,6 +91,29 @@ def errors(
     return worst
 
 
+@pytest.mark.parametrize(("steps", "least", "most"), [(1, 1e-3, 8e-3), (8, 2e-3, 2e-2)])
+@pytest.mark.parametrize(
+    ("tp", "dp", "scheme"), [(2, 2, "factors"), (2, 2, "auto"), (1, 3, "matrix")]
+)
+def test_messages_of_16_bits_are_near_the_reference_and_the_same_on_all_ranks(
+    ranks: Ranks, tp: int, dp: int, scheme: Any, steps: int, least: float, most: float
+) -> None:
+    """Off by so much of what the steps have changed; and half of the bytes are sent."""
+    wide = DionSetting(tp=tp, dp=dp, dtype=torch.float32, scheme=scheme, steps=steps)
+    narrow = replace(wide, exchange_dtype=torch.bfloat16)
+    in_32, in_16 = (ranks(tp * dp, run_dion_rank, setting, model()) for setting in (wide, narrow))
+    expected, _ = reference(narrow, model())
+    worst = 0.0
+    for name, copies in assemble(in_16, narrow, model(), "masters").items():
+        assert all(torch.equal(copy, copies[0]) for copy in copies), name
+        start = next(initial(e, torch.float64) for e in model() if e.name == name)
+        off = (copies[0].double() - expected[name]).norm() / (expected[name] - start).norm()
+        worst = max(worst, float(off))
+    assert least < worst < most
+    for a, b in zip(in_32, in_16, strict=True):
+        assert a["counters"][0].sent_bytes == 2 * b["counters"][0].sent_bytes
+
+
 QUICK = [(1, 1, "factors"), (2, 2, "factors"), (4, 3, "matrix")]
 EVERY = [
     pytest.param(*case, kind, marks=() if case in QUICK and kind == "qr" else pytest.mark.slow)
@@ -126,7 +150,7 @@ class RawSigns:
 
     def __init__(self, w: torch.Tensor, previous: torch.Tensor, kind: str, **_: Any) -> None:
         self.v, self.core = torch.linalg.qr(w)
-        self.is_unsettled = torch.tensor(False)
+        self.unsettled = torch.zeros(len(w), dtype=torch.bool)
 
     def settled(self, is_unsettled: bool) -> RightFactor:
         return RightFactor(update=self.v, kept=self.v, core=self.core)

@@ -362,6 +362,7 @@ def test_flags_are_frozen() -> None:
         "--orth-dion-rank-compensation": ("orth_dion_rank_compensation", False),
         "--orth-dion-state-dtype": ("orth_dion_state_dtype", "fp32"),
         "--orth-dion-exchange": ("orth_dion_exchange", "auto"),
+        "--orth-dion-exchange-dtype": ("orth_dion_exchange_dtype", "auto"),
         "--dmuon-coefficients": ("dmuon_coefficients", None),
         "--dmuon-compute-dtype": ("dmuon_compute_dtype", "auto"),
         "--dmuon-exchange-dtype": ("dmuon_exchange_dtype", "auto"),

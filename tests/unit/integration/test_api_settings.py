@@ -180,7 +180,6 @@ OF_OTHERS = {
         "num_ns_steps": 4,
         "coefficients": ((1.0, 2.0, 3.0),),
         "compute_dtype": "bf16",
-        "exchange_dtype": "bf16",
         "split_ranks": 8,
         "split_min_gflop": 1.0,
         "cost_table": "",
@@ -202,7 +201,7 @@ def test_settings_of_the_other_optimizer_are_refused(
 def test_every_setting_of_one_optimizer_has_a_case_above() -> None:
     for optimizer, other in (("dmuon", "orth_dion"), ("orth_dion", "dmuon")):
         names = {flag.field for flag in FLAGS if flag.optimizers == (other,)}
-        both = {"momentum", "scale_mode", "extra_scale_factor"}
+        both = {"momentum", "scale_mode", "extra_scale_factor", "exchange_dtype"}
         assert names - both == set(OF_OTHERS[optimizer])
 
 

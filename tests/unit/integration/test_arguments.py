@@ -333,6 +333,7 @@ OF_ORTH_DION = [
     "--orth-dion-rank-compensation",
     "--orth-dion-state-dtype bf16",
     "--orth-dion-exchange matrix",
+    "--orth-dion-exchange-dtype bf16",
 ]
 OF_DMUON = [
     "--dmuon-coefficients 1,2,3",
@@ -413,7 +414,9 @@ def test_values_of_orth_dion_out_of_range_are_refused(
     assert problem.startswith(sentence)
 
 
-@pytest.mark.parametrize("flag", ["right-factor", "scale-mode", "state-dtype", "exchange"])
+@pytest.mark.parametrize(
+    "flag", ["right-factor", "scale-mode", "state-dtype", "exchange", "exchange-dtype"]
+)
 def test_choices_of_orth_dion_are_refused_by_the_parser(
     parse: Parse, capsys: pytest.CaptureFixture[str], flag: str
 ) -> None:
@@ -559,6 +562,7 @@ def test_every_setting_of_orth_dion_is_read_from_its_flag(parse: Parse) -> None:
         right_factor="polar",
         rank_compensation=True,
         exchange="matrix",
+        exchange_dtype="bf16",
         state_dtype="bf16",
         lr=0.02,
     )

@@ -94,7 +94,7 @@ def test_what_travels_is_as_narrow_as_the_products(policy, compute, dtype):
 
 
 def test_an_unknown_exchange_dtype_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="--dmuon-exchange-dtype fp16 is unknown") as error:
+    with pytest.raises(ValueError, match="exchange dtype fp16 is unknown") as error:
         resolve_exchange_dtype("fp16", torch.float16)
     assert all(policy in str(error.value) for policy in EXCHANGE_POLICIES)
 
