@@ -16,7 +16,7 @@ from megatron_muon.linalg import (
     panel_bytes,
 )
 from megatron_muon.optim.rule import MOST_CONVERTED
-from megatron_muon.placement import Panels
+from megatron_muon.placement import Panels, Scheme, Share
 from megatron_muon.placement.memory import Phase, WaveUse
 from megatron_muon.placement.schemes import SOURCE, UPDATE
 
@@ -80,29 +80,29 @@ class MuonMemory:
 
     def _in_small_runs(self, use: WaveUse) -> int:
         """Bytes that a rank holds in runs that are small enough to be converted, at most."""
-        numels = [
-            run.numel
-            for scheme, share in use.held
-            for run in share.runs
-            # Panels cut a run into pieces of any size.
-            if run.numel <= MOST_CONVERTED or isinstance(scheme, Panels)
-        ]
-        return sum(numels) * self.held.itemsize
+        return sum(_in_small_runs(scheme, share) for scheme, share in use.held) * self.held.itemsize
 
-    def _local(self, use: WaveUse) -> list[int]:
-        """Bytes that a rank holds itself of each matrix or panel that it computes."""
+    def _local(self, use: WaveUse, *, converted: bool = False) -> list[int]:
+        """Bytes that a rank holds itself of each matrix or panel that it computes.
+
+        Args:
+            use: The wave.
+            converted: Only those in runs that are small enough to be converted.
+        """
         shares = {id(scheme): share for scheme, share in use.held}
-        return [
-            shares[id(scheme)].elements_in(scheme.region(number)) * self.held.itemsize
-            if id(scheme) in shares
-            else 0
-            for scheme, number in use.computed
-        ]
+        found = []
+        for scheme, number in use.computed:
+            share = shares.get(id(scheme))
+            numel = 0 if share is None else share.elements_in(scheme.region(number))
+            if share is not None and converted:
+                numel = min(numel, _in_small_runs(scheme, share))
+            found.append(numel * self.held.itemsize)
+        return found
 
     def _panel(self, use: WaveUse, scheme: Panels, number: int) -> list[Phase]:
         """Between SOURCE and UPDATE, where this rank computes a panel."""
         held = scheme.panels[number].numel * self.held.itemsize
-        (local,) = self._local(use)
+        (local,), (small,) = self._local(use), self._local(use, converted=True)
         steps = [
             Phase(peak=held + peak, held=held + left)
             for peak, left in self._panel_bytes(scheme, number)
@@ -112,7 +112,7 @@ class MuonMemory:
         *requests, last = steps
         # The messages of other matrices of the wave are passed with everything in memory.
         passed = [last] * (use.messages - 2 - len(requests))
-        applying = last.held + use.sent[UPDATE] + self._converted(local)
+        applying = last.held + use.sent[UPDATE] + self._converted(small)
         returning = use.sent[UPDATE] + use.received[UPDATE]
         end = Phase(peak=max(last.peak, applying, returning), held=returning)
         return [*requests, *passed, end]
@@ -123,8 +123,12 @@ class MuonMemory:
         returning = sent + use.received[UPDATE]
         shapes = Counter(scheme.region(0).shape for scheme, _ in use.computed)
         local: dict[tuple[int, int], int] = defaultdict(int)
-        for (scheme, _), nbytes in zip(use.computed, self._local(use), strict=True):
-            local[scheme.region(0).shape] += nbytes
+        small: dict[tuple[int, int], int] = defaultdict(int)
+        for found, converted in ((local, False), (small, True)):
+            for (scheme, _), nbytes in zip(
+                use.computed, self._local(use, converted=converted), strict=True
+            ):
+                found[scheme.region(0).shape] += nbytes
         waiting = sum(m * n * count for (m, n), count in shapes.items()) * self.held.itemsize
         peak = there + waiting
         for number, shape in enumerate(sorted(shapes)):
@@ -134,7 +138,7 @@ class MuonMemory:
             in_place = is_in_place(shapes[shape], *shape, held=self.held, compute=self.compute)
             after = 0 if in_place else space
             computing = before + max(space, self._ahead(local[shape]))
-            peak = max(peak, waiting + max(computing, after + sent + self._converted(local[shape])))
+            peak = max(peak, waiting + max(computing, after + sent + self._converted(small[shape])))
             waiting -= shapes[shape] * shape[0] * shape[1] * self.held.itemsize
         if use.messages == 2:
             return [Phase(peak=max(peak, returning), held=returning)]
@@ -155,3 +159,10 @@ class MuonMemory:
         return panel_bytes(
             m, columns, work, segments, self.device, held=self.held, compute=self.compute
         )
+
+
+def _in_small_runs(scheme: Scheme, share: Share) -> int:
+    """Elements of a share in runs that ``add_all`` converts; panels cut a run into any pieces."""
+    return sum(
+        run.numel for run in share.runs if run.numel <= MOST_CONVERTED or isinstance(scheme, Panels)
+    )
