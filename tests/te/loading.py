@@ -1,7 +1,7 @@
 """Imports Transformer Engine's Python without its CUDA extension, and shows it to Megatron.
 
-The folders are made by ``tools/setup_env.sh`` (``requirements/side.txt``). What is imported here is
-out of ``sys.modules`` again until a rank asks for it with ``use``: Megatron must not find it elsewhere.
+The folders are made by ``tools/setup_env.sh`` from ``requirements/side.txt``. What is imported is
+taken out of ``sys.modules`` again until ``use``: Megatron must not find it in other tests.
 """
 
 from __future__ import annotations

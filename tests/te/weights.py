@@ -1,4 +1,4 @@
-"""A model whose linear weights are Transformer Engine's quantized tensors, as its layers make them."""
+"""A model whose linear weights are Transformer Engine's quantized tensors, made as by its layers."""
 
 from __future__ import annotations
 
