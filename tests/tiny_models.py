@@ -68,6 +68,8 @@ MOE = {
 }
 
 
+WIDE = {"layers": 2, "hidden": 128, "heads": 4, "query_groups": 2, "ffn": 192}
+
 SIZES = {"layers": 4, "hidden": 32, "heads": 8, "query_groups": 4, "ffn": 48}
 """Of every model that does not say else."""
 
@@ -160,5 +162,10 @@ MODELS: Mapping[str, TinyModel] = MappingProxyType(
             options={**MLA, **MOE, "q_lora_rank": None},
         ),
         "mtp": TinyModel(what="multi-token prediction", options={"mtp_num_layers": 1}),
+        "fp8": TinyModel(what="GPT with sides that FP8 blocks fit", options=WIDE),
+        "fp8-moe": TinyModel(
+            what="mixture of experts with such sides",
+            options={**WIDE, **MOE, "moe_ffn_hidden_size": 64},
+        ),
     }
 )

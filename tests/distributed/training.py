@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from tests import tiny_gpt
 from tests.ranks import layout
 from tests.reference.muon import ReferenceAdamW, ReferenceMuon, clip
 from tests.reference.orth_dion import ReferenceOrthDion
+from tests.te import loading
+from tests.te.weights import quantize_weights
 from tests.tiny_models import MODELS, SIZES, Layout, is_matrix
 from tests.whole_parameters import global_name, unwrapped
 
@@ -50,6 +53,12 @@ class Run(Layout):
         keep: What a rank returns: ``every`` step's gradients and weights, hashes and the ``last``
             weights, or ``losses`` and the last weights.
         options: Further options of ``build_gpt``.
+        fp8: Recipe by which linear weights are quantized; None for none.
+        te: Version of Transformer Engine that does it.
+        keep_bf16: Beginnings of names of modules whose weights are not quantized.
+        fp32_gradients: Dtype of the gradient buffers and of their reduction.
+        padded: Whether buckets end at a multiple of 2**16 elements, beyond what small ones hold.
+        loss_scale: First dynamic loss scale of fp16.
     """
 
     model: str = "gpt"
@@ -64,6 +73,12 @@ class Run(Layout):
     config: MatrixConfig = field(default_factory=lambda: MatrixConfig(min_dim=1))
     keep: str = "every"
     options: tuple[tuple[str, Any], ...] = ()
+    fp8: str | None = None
+    te: str = loading.VERSIONS[-1]
+    keep_bf16: tuple[str, ...] = ()
+    fp32_gradients: bool = True
+    padded: bool = False
+    loss_scale: float = 2.0**10
 
     @property
     def global_batch(self) -> int:
@@ -87,6 +102,8 @@ def build(run: Run) -> tuple[list[Any], Any, Any]:
         vpp=run.vpp,
         optimizer_instances=run.instances,
     )
+    if run.fp8 is not None:
+        loading.use(run.te)
     chunks = []
     for stage in range(run.vpp or 1):
         model = tiny_gpt.build_gpt(
@@ -103,10 +120,20 @@ def build(run: Run) -> tuple[list[Any], Any, Any]:
                 bucket_size=3_000 if run.overlap else None,
                 num_distributed_optimizer_instances=run.instances,
                 disable_bucketing=stage > 0,
+                prepare=None if run.fp8 is None else partial(_quantize, run),
+                fp8_param_gather=run.fp8 is not None,
+                reuse_grad_buf_for_mxfp8_param_ag=run.fp8 == "mxfp8",
+                grad_reduce_in_fp32=run.fp32_gradients,
+                pad_buckets_for_high_nccl_busbw=run.padded,
             )
         )
     optimizer = make_optimizer(run, chunks)
     return chunks, optimizer, scheduler(optimizer, run)
+
+
+def _quantize(run: Run, model: Any) -> None:
+    assert run.fp8 is not None
+    quantize_weights(model, run.fp8, run.keep_bf16)
 
 
 def make_optimizer(run: Run, chunks: list[Any]) -> Any:
@@ -125,7 +152,12 @@ def make_optimizer(run: Run, chunks: list[Any]) -> Any:
         adam_eps=EPS,
         clip_grad=run.clip_grad,
         bf16=run.dtype == torch.bfloat16,
+        fp16=run.dtype == torch.float16,
+        initial_loss_scale=run.loss_scale,
+        hysteresis=1,
         params_dtype=run.dtype,
+        fp8_recipe=run.fp8,
+        reuse_grad_buf_for_mxfp8_param_ag=run.fp8 == "mxfp8",
         use_distributed_optimizer=True,
         overlap_param_gather=run.gathers_early,
         log_num_zeros_in_grad=True,

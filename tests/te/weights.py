@@ -1,4 +1,4 @@
-"""A model whose linear weights are Transformer Engine's quantized tensors, made as by its layers."""
+"""A model whose linear weights are quantized tensors of Transformer Engine, as by its layers."""
 
 from __future__ import annotations
 
@@ -65,6 +65,8 @@ def quantize_weights(model: Any, recipe: str, keep_bf16: tuple[str, ...] = ()) -
             quantized = torch.nn.Parameter(quantize(weight.detach()), requires_grad=True)
         for attribute, value in weight.__dict__.items():
             setattr(quantized, attribute, value)
+        # Not the copy that it has made: amax and scale are those that the layer updates.
+        quantized._quantizer = quantize
         _keep_first_value(quantized, weight.detach().cpu())
         module.weight = quantized
         found.append(f"{name}.weight")
@@ -105,9 +107,9 @@ def tensors_of(weight: Any) -> dict[str, torch.Tensor]:
 def update_delayed_scales(model: Any) -> None:
     """What Transformer Engine does at the end of a forward (``fused_amax_and_scale_update``)."""
     for _, weight in quantized(model):
-        history = getattr(weight._quantizer, "history", None)
-        if history is None:
+        if type(weight._quantizer).__name__ != "Float8Quantizer":
             continue
+        history = weight._quantizer.history
         amax = history.amax(0)
         scale = LARGEST[DType.kFloat8E4M3] / amax
         usable = (amax > 0) & amax.isfinite()
