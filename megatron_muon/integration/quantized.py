@@ -1,8 +1,8 @@
-"""Weights that are Transformer Engine's FP8 tensors (``--fp8-param-gather``), and which are refused.
+"""Weights that are FP8 tensors of Transformer Engine (``--fp8-param-gather``): which are refused.
 
-Masters and state are those of bf16 weights. Megatron quantizes them after each step: every rank
-enters one reduction of the maxima with its shards, codes are gathered (of MXFP8: bf16 values, through
-the gradient buffer), and every rank makes the transposed copies itself.
+Masters and state are those of bf16 weights. Megatron quantizes the masters after each step: every
+rank enters one reduction of the maxima with its shards, codes are gathered (of MXFP8: bf16 values,
+through the gradient buffer), and every rank makes the transposed copies itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core import utils as megatron_utils
 
 SUPPORTED_TE = ((2, 19), (2, 21))
 """Transformer Engine from the first version (included) to the second (excluded)."""
@@ -44,6 +43,9 @@ def quantized_kind_problem(name: str, parameter: torch.Tensor) -> str | None:
 
 def transformer_engine_problem() -> str | None:
     """The sentence about a Transformer Engine that quantized weights are not tested with."""
+    # Late, because flags are checked before a script has imported Megatron's core.
+    from megatron.core import utils as megatron_utils
+
     found = megatron_utils.get_te_version()
     if SUPPORTED_TE[0] <= found.release[:2] < SUPPORTED_TE[1]:
         return None
@@ -66,7 +68,7 @@ def quantized_weight_problems(
         model_chunks: The wrapped model chunks.
         tp: Tensor-parallel size.
     """
-    chunks = [chunk for chunk in model_chunks if hasattr(chunk, "ddp_config")]
+    chunks: list[Any] = [chunk for chunk in model_chunks if hasattr(chunk, "ddp_config")]
     found = [(c, n, p) for c in chunks for n, p in c.named_parameters() if is_quantized(p)]
     if not found:
         return

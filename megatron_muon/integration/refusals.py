@@ -17,8 +17,8 @@ import torch
 
 LATER = "is not supported with {optimizer} yet"
 NVFP4 = (
-    "is not supported: packed NVFP4 weights are padded by themselves, so that a rank's part of them "
-    "is not that of its gradients at every data-parallel size"
+    "is not supported: packed NVFP4 weights are padded by themselves, so that a rank's part of "
+    "them is not that of its gradients at every data-parallel size"
 )
 IDLE = "has no effect on {optimizer}"
 WRITES = "writes weights without the optimizer, which keeps fp32 masters of them, and " + LATER
@@ -111,7 +111,7 @@ REFUSALS: tuple[Refusal, ...] = (
         reason="is needed by --fp8-param-gather with --fp8-recipe mxfp8: Transformer Engine cannot "
         "put MXFP8 weights into a buffer of their own",
         advice="add it",
-        allowed=(True,),
+        allowed=(False, True),
         when=lambda s: (
             _keeps_fp8(s)
             and getattr(s, "fp8_recipe", None) == "mxfp8"
@@ -238,8 +238,7 @@ USED = frozenset(
         # ---- OptimizerConfig: by Megatron, as for its Adam
         *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay"),
         *("apply_wd_to_qk_layernorm", "adam_beta1", "adam_beta2", "adam_eps", "optimizer"),
-        *("bf16", "fp16", "params_dtype", "fp8_recipe", "loss_scale", "initial_loss_scale"),
-        "reuse_grad_buf_for_mxfp8_param_ag",
+        *("bf16", "fp16", "params_dtype", "loss_scale", "initial_loss_scale"),
         *("min_loss_scale", "loss_scale_window", "hysteresis", "clip_grad"),
         *("grad_norm_skip_threshold", "log_num_zeros_in_grad", "barrier_with_L1_time", "timers"),
         *("config_logger_dir", "use_distributed_optimizer", "overlap_param_gather"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from megatron_muon.config import MatrixConfig
 from megatron_muon.flags import FLAGS
@@ -68,8 +69,17 @@ UNSUPPORTED = [
     ("--optimizer-cuda-graph", "--optimizer-cuda-graph", "remove the flag"),
     ("--use-megatron-fsdp", "--use-megatron-fsdp", "use --use-distributed-optimizer instead"),
     ("--use-torch-fsdp2", "--use-torch-fsdp2", "use --use-distributed-optimizer instead"),
-    ("--fp16", "--fp16", "use --bf16"),
-    ("--fp8-param-gather", "--fp8-param-gather", "remove the flag"),
+    ("--fp8-param-gather --fp8-recipe custom", "--fp8-recipe custom", "remove --fp8-param-gather"),
+    (
+        "--fp8-param-gather --fp8-recipe mxfp8",
+        "--reuse-grad-buf-for-mxfp8-param-ag is needed",
+        "add it",
+    ),
+    (
+        "--fp8-param-gather --moe-single-grouped-weight",
+        "--moe-single-grouped-weight",
+        "or --fp8-param-gather",
+    ),
     ("--fp4-param-gather", "--fp4-param-gather", "remove the flag"),
     (
         "--overlap-param-gather-with-optimizer-step",
@@ -139,7 +149,6 @@ UNSUPPORTED = [
             "--megatron-fsdp-max-pool-double-buffer",
         )
     ),
-    ("--reuse-grad-buf-for-mxfp8-param-ag", "--reuse-grad-buf-for-mxfp8", "remove the flag"),
 ]
 
 
@@ -153,7 +162,49 @@ SUPPORTED = [
     "--multi-latent-attention",
     "--mtp-num-layers 1",
     "--hybrid-layer-pattern M*",
+    "--fp16 --initial-loss-scale 65536 --hysteresis 1",
+    "--fp8-format hybrid --fp8-recipe custom",
+    *(
+        f"--fp8-format {form} --fp8-param-gather --fp8-recipe {recipe} --first-last-layers-bf16"
+        for form, recipe in (("hybrid", "delayed"), ("e4m3", "tensorwise"), ("e4m3", "blockwise"))
+    ),
+    "--fp8-format e4m3 --fp8-param-gather --fp8-recipe mxfp8 --reuse-grad-buf-for-mxfp8-param-ag",
+    "--moe-single-grouped-weight",
 ]
+
+
+@pytest.fixture(autouse=True)
+def transformer_engine(megatron: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Sets the version of Transformer Engine that Megatron finds."""
+    from megatron.core import utils
+
+    def found(version: str) -> None:
+        monkeypatch.setattr(utils, "get_te_version", lambda: Version(version))
+
+    found("2.20.2")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("version", "what"),
+    [
+        ("0.0.0", "none is installed"),
+        ("2.18.1", "2.18.1 is installed"),
+        ("2.21.0.dev0+abc", "2.21.0.dev0+abc is installed"),
+        ("2.19.0", None),
+        ("2.20.2+cu13", None),
+    ],
+)
+def test_quantized_weights_need_a_transformer_engine_that_was_tested(
+    parse: Parse, transformer_engine: Callable[[str], None], version: str, what: str | None
+) -> None:
+    transformer_engine(version)
+    args = parse(*DMUON, "--fp8-format", "e4m3", "--fp8-param-gather", "--fp8-recipe", "blockwise")
+    if what is None:
+        translate_arguments(args)
+        return
+    (problem,) = _problems(args)
+    assert what in problem and "--fp8-param-gather" in problem and "pip install" in problem
 
 
 @pytest.mark.parametrize("words", SUPPORTED)
@@ -269,14 +320,14 @@ def test_custom_coefficients_that_cannot_be_read_are_one_problem(parse: Parse) -
 
 def test_everything_that_is_wrong_is_said_together(parse: Parse) -> None:
     words = (
-        "--optimizer dmuon --fp16 --matrix-min-dim 0 --muon-tp-mode duplicated --muon-momentum 2 "
-        "--matrix-lr 1e-5 --matrix-rule *:x=1 --matrix-rule a:lr_mult=-1"
+        "--optimizer dmuon --qk-clip --matrix-min-dim 0 --muon-tp-mode duplicated "
+        "--muon-momentum 2 --matrix-lr 1e-5 --matrix-rule *:x=1 --matrix-rule a:lr_mult=-1"
     )
     args = parse(*words.split())
     problems = _problems(args)
     for sentence in (
         *(
-            "--fp16",
+            "--qk-clip",
             "--matrix-min-dim is 0",
             "--muon-tp-mode",
             "--muon-momentum is 2.0",
