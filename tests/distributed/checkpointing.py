@@ -53,9 +53,12 @@ def save(
 ) -> None:
     """Save as Megatron does; all weights must have been gathered."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 
     folder.mkdir(exist_ok=True)
     stored = content(chunks, optimizer, schedule, is_loading=False, kind=kind)
+    # As the writer does with tensors on a GPU.
+    force_all_tensors_to_non_fp8(stored)
     dist_checkpointing.save(stored, str(folder))
 
 

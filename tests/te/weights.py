@@ -90,18 +90,21 @@ def _keep_first_value(parameter: Any, value: torch.Tensor) -> None:
 
 def quantized(model: Any) -> Iterator[tuple[str, Any]]:
     """(name, parameter) of every quantized weight."""
-    from transformer_engine.pytorch.tensor import QuantizedTensor
-
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, QuantizedTensor):
+        if hasattr(type(parameter), "_INNER_TENSORS"):
             yield name, parameter
 
 
 def tensors_of(weight: Any) -> dict[str, torch.Tensor]:
-    """Codes, scales and transposed copies of a quantized weight."""
+    """Codes, scales and transposed copies of a quantized weight; views, without padding."""
     names = [name for name, _ in type(weight)._INNER_TENSORS]
     found = {name: getattr(weight, name, None) for name in names}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
+    held = {name: tensor for name, tensor in found.items() if tensor is not None}
+    if type(weight).__name__ == "Float8BlockwiseQTensor":
+        rows, columns = (-(-side // weight._quantizer.block_len) for side in weight.shape)
+        held["_rowwise_scale_inv"] = held["_rowwise_scale_inv"][:rows, :columns]
+        held["_columnwise_scale_inv"] = held["_columnwise_scale_inv"][:columns, :rows]
+    return held
 
 
 def update_delayed_scales(model: Any) -> None:
