@@ -144,6 +144,10 @@ PAIRS = [
 ]
 
 
+def _union(parts: list[Whole]) -> Whole:
+    return {key: value for part in parts for key, value in part.items()}
+
+
 def _name(run: Any) -> str:
     return f"{run.fp8 or 'bf16'}-TP{run.tp}-PP{run.pp}-DP{run.dp}"
 
@@ -184,7 +188,7 @@ def test_the_offline_tool_reads_what_fp8_runs_save(
 
 
 def _bytes_held(chunks: list[Any], optimizer: Any) -> dict[Any, Any]:
-    held: dict[Any, Any] = {key: value for key, value in state_bytes(optimizer).items()}
+    held: dict[Any, Any] = dict(state_bytes(optimizer))
     held |= {name: tensor.numpy().tobytes() for name, tensor in codes(chunks).items()}
     for number, chunk in enumerate(chunks):
         for name, parameter in chunk.named_parameters():
