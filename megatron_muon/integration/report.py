@@ -102,7 +102,7 @@ def summarize(
             for wish in settings.rules
         ),
         balance=_balance(settings, plan) if plan.matrices else "",
-        traffic=_traffic(settings, plan, buffers) if plan.matrices else "",
+        traffic=_traffic(settings, plan, buffers) + _kept(plan, rule) if plan.matrices else "",
         warnings=tuple(plan_warnings(settings, plan, domain)),
         rule=rule.description,
     )
@@ -304,6 +304,16 @@ def _traffic(settings: MatrixConfig, plan: Plan, buffers: Sequence[Any]) -> str:
         + _waves(plan)
         + _gathered(buffers, plan.group.dp)
     )
+
+
+def _kept(plan: Plan, rule: MatrixRule) -> str:
+    """Memory of the momenta on the rank that holds most of them."""
+    held = max(
+        sum(p.ranges[dp][1] - p.ranges[dp][0] for p in plan.parameters)
+        for dp in range(plan.group.dp)
+    )
+    size = held * rule.momentum_dtype.itemsize / MIB
+    return f"; momenta take at most {size:.2f} MiB of a rank ({dtype_name(rule.momentum_dtype)})"
 
 
 def _gathered(buffers: Sequence[Any], dp: int) -> str:

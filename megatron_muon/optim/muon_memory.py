@@ -42,12 +42,14 @@ class MuonMemory:
         held: Element type of messages and assembled matrices.
         compute: Element type of the iteration.
         looks_ahead: Whether what is sent is a sum (Nesterov).
+        momentum: Element type in which M is kept.
         segments: How an (m, n) matrix is iterated.
     """
 
     held: torch.dtype
     compute: torch.dtype
     looks_ahead: bool
+    momentum: torch.dtype
     segments: Callable[[int, int], Segments]
 
     def phases(self, use: WaveUse) -> list[Phase]:
@@ -55,7 +57,9 @@ class MuonMemory:
         is_narrow = self.held.itemsize < 4
         arriving = use.sent[SOURCE] + use.received[SOURCE]
         back = use.received[UPDATE]
-        ahead = 4 * MOST_ELEMENTS_AHEAD if self.looks_ahead and is_narrow else 0
+        widened = self.momentum.itemsize < 4
+        sums = int(is_narrow or widened) + int(widened) if self.looks_ahead else 0
+        ahead = 4 * MOST_ELEMENTS_AHEAD * sums
         converted = min(4 * MOST_CONVERTED, 2 * back) if is_narrow else 0
         panel = next(((s, j) for s, j in use.computed if isinstance(s, Panels)), None)
         middle = self._matrices(use, ahead) if panel is None else self._panel(use, *panel)

@@ -225,7 +225,7 @@ def state_bytes(optimizer: Any) -> dict[Any, bytes]:
             found[key, "master"] = parameter.detach().numpy().tobytes()
             for name, value in child.optimizer.state[parameter].items():
                 if isinstance(value, torch.Tensor):
-                    found[key, name] = value.numpy().tobytes()
+                    found[key, name] = value.view(torch.uint8).numpy().tobytes()
     return found
 
 

@@ -222,8 +222,14 @@ def test_owners_waves_and_bytes_are_those_of_the_plan() -> None:
         f"({sent / 16_000:.2f} x what AdamW's reduce and gather send); memory of a step at most "
         f"{peak / 2**20:.2f} MiB of --matrix-exchange-buffer-mb 64 (1 wave of whole matrices, 1 at "
         "once; the largest matrix, 512x256, is sent in 0.50 MiB); Megatron gathers weights in 0.01 "
-        "MiB bfloat16"
+        "MiB bfloat16; momenta take at most 1.00 MiB of a rank (float32)"
     )
+    # A third of twelve matrices, of which a TP rank has half.
+    assert 12 * 512 * 256 // 2 // 3 * 4 == 2**20
+    (line,) = (
+        line for line in _report(entries, dp=3, momentum_dtype=torch.bfloat16) if "owners, " in line
+    )
+    assert line.endswith("momenta take at most 0.50 MiB of a rank (bfloat16)")
     assert not any("warning" in line for line in lines)
     lines = _report(entries, dp=3, settings=replace(SETTINGS, exchange_buffer_mb=0.3000001))
     assert any("of --matrix-exchange-buffer-mb 0.3000001 (" in line for line in lines)

@@ -202,6 +202,7 @@ OF_OTHERS = {
         "coefficients": ((1.0, 2.0, 3.0),),
         "compute_dtype": "bf16",
         "exchange_dtype": "bf16",
+        "momentum_dtype": "bf16",
         "split_ranks": 8,
         "split_min_gflop": 1.0,
         "cost_table": "",

@@ -389,6 +389,7 @@ OF_DMUON = [
     "--dmuon-coefficients 1,2,3",
     "--dmuon-compute-dtype bf16",
     "--dmuon-exchange-dtype bf16",
+    "--matrix-momentum-dtype bf16",
     "--dmuon-split-ranks 8",
     "--dmuon-split-min-gflop 1",
     "--dmuon-cost-table x.json",
@@ -535,6 +536,7 @@ EVERYTHING = (
     "--muon-extra-scale-factor 0.5 --muon-coefficient-type custom --muon-num-ns-steps 4 "
     "--muon-no-split-qkv --matrix-no-split-gate-up --dmuon-coefficients 3,-2.5,0.5;1.5,-0.5,0 "
     "--dmuon-compute-dtype fp32 --dmuon-exchange-dtype bf16 --matrix-exchange-buffer-mb 64.5 "
+    "--matrix-momentum-dtype bf16 "
     "--matrix-lr 0.02 "
     "--matrix-min-lr 0.002 --matrix-weight-decay 0.3 --matrix-rule *.a:lr_mult=2 "
     "--matrix-rule *.b:optimizer=adam --matrix-no-split-mla --matrix-no-split-ssm "
@@ -571,6 +573,7 @@ def test_every_setting_is_read_from_its_flag(parse: Parse, tmp_path: Path) -> No
         min_dim=8,
         compute_dtype="fp32",
         exchange_dtype="bf16",
+        momentum_dtype="bf16",
         exchange_buffer_mb=64.5,
         split_ranks=4,
         split_min_gflop=2.5,
