@@ -162,6 +162,12 @@ MODELS: Mapping[str, TinyModel] = MappingProxyType(
             options={**MLA, **MOE, "q_lora_rank": None},
         ),
         "mtp": TinyModel(what="multi-token prediction", options={"mtp_num_layers": 1}),
+    }
+)
+
+ALL_MODELS: Mapping[str, TinyModel] = MappingProxyType(
+    {
+        **MODELS,
         "fp8": TinyModel(what="GPT with sides that FP8 blocks fit", options=WIDE),
         "fp8-moe": TinyModel(
             what="mixture of experts with such sides",
@@ -169,3 +175,4 @@ MODELS: Mapping[str, TinyModel] = MappingProxyType(
         ),
     }
 )
+"""Those whose sides FP8 blocks fit too; they are not trained at every layout."""

@@ -19,7 +19,7 @@ from tests.reference.muon import ReferenceAdamW, ReferenceMuon, clip
 from tests.reference.orth_dion import ReferenceOrthDion
 from tests.te import loading
 from tests.te.weights import quantize_weights
-from tests.tiny_models import MODELS, SIZES, Layout, is_matrix
+from tests.tiny_models import ALL_MODELS, SIZES, Layout, is_matrix
 from tests.whole_parameters import global_name, unwrapped
 
 LR, MIN_LR, WEIGHT_DECAY = 2e-2, 2e-3, 0.1
@@ -40,7 +40,7 @@ class Run(Layout):
     """One training run.
 
     Attributes:
-        model: Key of ``tests.tiny_models.MODELS``.
+        model: Key of ``tests.tiny_models.ALL_MODELS``.
         optimizer: ``dmuon`` or ``adam``.
         steps: Number of steps.
         overlap: Reduce and gather overlapped with backward and forward, several small buckets.
@@ -107,7 +107,7 @@ def build(run: Run) -> tuple[list[Any], Any, Any]:
     chunks = []
     for stage in range(run.vpp or 1):
         model = tiny_gpt.build_gpt(
-            **(SIZES | MODELS[run.model].options | dict(run.options)),
+            **(SIZES | ALL_MODELS[run.model].options | dict(run.options)),
             params_dtype=run.dtype,
             sequence_parallel=run.sequence_parallel and run.tp > 1,
             vp_stage=stage if run.vpp else None,
@@ -324,7 +324,7 @@ def reference_rule(
             extra_scale_factor=run.config.extra_scale_factor,
             coefficients=coefficients,
         )
-    model = MODELS[run.model]
+    model = ALL_MODELS[run.model]
     sides = {}
     for name, tensor in record["first"].items():
         if is_matrix(name, tensor):
@@ -366,7 +366,7 @@ def errors_against_reference(
     matrix_rule = reference_rule(run, record, coefficients)
     adamw = ReferenceAdamW(lr=run.lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
     before = record["first"]
-    model = MODELS[run.model]
+    model = ALL_MODELS[run.model]
     parts = {
         n: list(model.parts(n, t.shape).values()) for n, t in before.items() if is_matrix(n, t)
     }

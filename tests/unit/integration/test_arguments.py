@@ -199,7 +199,7 @@ def test_quantized_weights_need_a_transformer_engine_that_was_tested(
     parse: Parse, transformer_engine: Callable[[str], None], version: str, what: str | None
 ) -> None:
     transformer_engine(version)
-    args = parse(*DMUON, "--fp8-format", "e4m3", "--fp8-param-gather", "--fp8-recipe", "blockwise")
+    args = parse(*DMUON, *FP8)
     if what is None:
         translate_arguments(args)
         return
@@ -212,6 +212,28 @@ def test_parallelism_and_models_of_megatron_are_not_refused(parse: Parse, words:
     args = parse(*DMUON, *words.split())
     translate_arguments(args)
     assert args.matrix_optimizer == "dmuon"
+
+
+FP8 = ("--fp8-format", "e4m3", "--fp8-param-gather", "--fp8-recipe", "blockwise")
+
+
+@pytest.mark.parametrize(
+    ("words", "is_said"),
+    [
+        ("--no-load-optim", True),
+        ("--finetune", True),
+        ("--pretrained-checkpoint x", True),
+        ("--no-load-optim --load-main-params-from-ckpt", False),
+        ("", False),
+    ],
+)
+def test_masters_of_quantized_weights_are_recommended_from_the_checkpoint(
+    parse: Parse, capsys: pytest.CaptureFixture[str], words: str, is_said: bool
+) -> None:
+    translate_arguments(parse(*DMUON, *FP8, *words.split()))
+    assert ("add --load-main-params-from-ckpt" in capsys.readouterr().out) is is_said
+    translate_arguments(parse(*DMUON, *words.split()))
+    assert "load-main-params" not in capsys.readouterr().out
 
 
 def test_instances_without_einops_are_refused(
