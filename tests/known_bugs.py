@@ -1,8 +1,8 @@
 """Public bug reports of this field, and the test here that shows each not to hold.
 
 The reports are those of the project's design notes under "Ownership, layout, communication",
-"Routing and maths", "Checkpoint", "FP8" and "Added". M is NVIDIA/Megatron-LM. A report without a test has
-the reason instead.
+"Routing and maths", "Checkpoint", "FP8" and "Added". M is NVIDIA/Megatron-LM. A report without a
+test has the reason instead.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _ELSEWHERE = "tests/distributed/test_weights_from_elsewhere.py::"
 _LOGICAL = "tests/unit/matrices/test_logical.py::"
 _FP8 = "tests/distributed/test_fp8_training.py::"
 _FP8_SAVES = "tests/distributed/test_fp8_checkpoints.py::"
+_MOMENTUM = "tests/distributed/test_momentum_dtype.py::"
 _BALANCE = "tests/unit/placement/test_owners.py::"
 
 REPORTS: dict[str, tuple[str, ...]] = {
@@ -251,8 +252,7 @@ REPORTS: dict[str, tuple[str, ...]] = {
         UNTESTABLE + "the kernels of Transformer Engine need a GPU (tools/gpu_check.py)",
     ),
     "DeepSpeed#7748 DeepSpeed#8483 bf16 momentum changes its type on resume": (
-        "tests/distributed/test_momentum_dtype.py::test_a_resumed_run_is_bit_equal",
-        "tests/distributed/test_momentum_dtype.py::"
-        "test_a_checkpoint_loads_into_either_element_type",
+        _MOMENTUM + "test_a_resumed_run_is_bit_equal",
+        _MOMENTUM + "test_a_checkpoint_loads_into_either_element_type",
     ),
 }

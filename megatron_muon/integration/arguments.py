@@ -117,7 +117,7 @@ def translate_arguments(args: Any) -> None:
 
 
 def _recommend_checkpoints_masters(args: Any) -> None:
-    """Where quantized weights are loaded without optimizer state, masters would be made of codes."""
+    """Where quantized weights are loaded without state, masters would be made of codes."""
     without_state = [
         flag
         for flag in ("no_load_optim", "finetune", "pretrained_checkpoint")
