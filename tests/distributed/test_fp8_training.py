@@ -117,7 +117,7 @@ def _losses_of_bf16(rank: int, run: Run, recipe: str) -> list[float]:
         kept = [weight.detach().clone() for weight in linear]
         with torch.no_grad():
             for weight in linear:
-                weight.copy_(quantizer(recipe, weight)(weight.detach()).dequantize())
+                weight.copy_(quantizer(recipe)(weight.detach()).dequantize())
         losses.append(gradient_step(chunks, optimizer, run, step))
         with torch.no_grad():
             for weight, value in zip(linear, kept, strict=True):

@@ -32,7 +32,7 @@ def _by_torchao(rank: int, version: str) -> None:
 
     for dtype in DTYPES:
         values = _values(dtype)
-        found = weights.tensors_of(weights.quantizer("mxfp8", values)(values))
+        found = weights.tensors_of(weights.quantizer("mxfp8")(values))
         for side, which in (("rowwise", values), ("columnwise", values.t().contiguous())):
             scale, codes = to_mx(which, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
             codes, scale = codes.view(torch.uint8).view(which.shape), scale.view(torch.uint8)
@@ -44,7 +44,7 @@ def _by_torchao(rank: int, version: str) -> None:
             assert torch.equal(scale, kept), (dtype, side)
     values = _values(torch.float32)
     theirs = hp_tensor_to_float8_dynamic(values, torch.float8_e4m3fn, LinearMMConfig())
-    found = weights.tensors_of(weights.quantizer("tensorwise", values)(values))
+    found = weights.tensors_of(weights.quantizer("tensorwise")(values))
     assert torch.equal(theirs._data.view(torch.uint8), found["_data"])
     torch.testing.assert_close(1.0 / theirs._scale, found["_scale_inv"].view(()), rtol=1e-7, atol=0)
 
@@ -67,7 +67,7 @@ def _nearest(values: torch.Tensor) -> torch.Tensor:
 def _by_formula(rank: int) -> None:
     loading.use(loading.VERSIONS[-1])
     values = _values(torch.bfloat16)
-    weight = weights.quantizer("blockwise", values)(values)
+    weight = weights.quantizer("blockwise")(values)
     found = weights.tensors_of(weight)
     for i in range(2):
         for j in range(2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -57,6 +58,7 @@ class Run(Layout):
         te: Version of Transformer Engine that does it.
         keep_bf16: Beginnings of names of modules whose weights are not quantized.
         fp32_gradients: Dtype of the gradient buffers and of their reduction.
+        remember: Called with every model whose weights were quantized.
         padded: Whether buckets end at a multiple of 2**16 elements, beyond what small ones hold.
         loss_scale: First dynamic loss scale of fp16.
     """
@@ -77,6 +79,7 @@ class Run(Layout):
     te: str = loading.VERSIONS[-1]
     keep_bf16: tuple[str, ...] = ()
     fp32_gradients: bool = True
+    remember: Callable[[Any], object] | None = None
     padded: bool = False
     loss_scale: float = 2.0**10
 
@@ -134,6 +137,8 @@ def build(run: Run) -> tuple[list[Any], Any, Any]:
 def _quantize(run: Run, model: Any) -> None:
     assert run.fp8 is not None
     quantize_weights(model, run.fp8, run.keep_bf16)
+    if run.remember is not None:
+        run.remember(model)
 
 
 def make_optimizer(run: Run, chunks: list[Any]) -> Any:

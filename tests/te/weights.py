@@ -15,12 +15,12 @@ HISTORY = 4
 """Rows of the amax history of delayed scaling."""
 
 
-def quantizer(recipe: str, weight: torch.Tensor) -> Any:
+def quantizer(recipe: str, device: torch.device | str = "cpu") -> Any:
     """A new quantizer of a weight.
 
     Args:
         recipe: Megatron's name of the recipe.
-        weight: The weight, for the first scale of delayed scaling.
+        device: Where the weight is.
     """
     from transformer_engine.pytorch.constants import DType as TeDType
     from transformer_engine.pytorch.tensor import (
@@ -32,12 +32,13 @@ def quantizer(recipe: str, weight: torch.Tensor) -> Any:
 
     e4m3 = TeDType.kFloat8E4M3
     if recipe == "delayed":
-        history = torch.zeros(HISTORY, 1)
-        made = Float8Quantizer(scale=torch.ones(1), amax=history[0], fp8_dtype=e4m3)
+        history = torch.zeros(HISTORY, 1, device=device)
+        scale = torch.ones(1, device=device)
+        made = Float8Quantizer(scale=scale, amax=history[0], fp8_dtype=e4m3)
         made.history = history
         return made
     if recipe == "tensorwise":
-        return Float8CurrentScalingQuantizer(e4m3, device="cpu")
+        return Float8CurrentScalingQuantizer(e4m3, device=torch.device(device))
     if recipe == "blockwise":
         return Float8BlockQuantizer(e4m3, rowwise=True, columnwise=True, block_scaling_dim=2)
     return MXFP8Quantizer(e4m3)
@@ -60,7 +61,7 @@ def quantize_weights(model: Any, recipe: str, keep_bf16: tuple[str, ...] = ()) -
         if not is_linear or ".layers." not in name or name.startswith(keep_bf16):
             continue
         weight = module.weight
-        quantize = quantizer(recipe, weight)
+        quantize = quantizer(recipe)
         with torch.no_grad():
             quantized = torch.nn.Parameter(quantize(weight.detach()), requires_grad=True)
         for attribute, value in weight.__dict__.items():

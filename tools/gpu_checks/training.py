@@ -1,0 +1,231 @@
+"""Checks with megatron-core on the ranks of this machine: FP8 weights, step times, split matrices.
+
+On a GPU weights are those of Transformer Engine's layers; on CPU, where only the checks themselves
+are tested, those of ``tests/te``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.contenders import LR, Contender, contenders
+from benchmarks.models import ModelSize
+from megatron_muon import MatrixConfig
+from megatron_muon.benchmark import median_ms
+from tests import tiny_gpt
+from tests.distributed import checkpointing
+from tests.distributed.fp8 import (
+    codes,
+    finish_gather,
+    fp8_run,
+    masters,
+    unequal_replicas,
+    weights_of,
+    wrong_codes,
+)
+from tests.distributed.training import Run, build, make_optimizer, scheduler
+from tests.ranks import layout
+from tests.te.weights import quantized
+from tests.whole_parameters import cut, global_name
+from tools.gpu_checks.outcome import Figures, NotPossible, require
+
+SIZES = {
+    "cuda": ModelSize(
+        layers=4, hidden=4096, ffn=11008, heads=32, query_groups=8, vocab=4096, sequence=512
+    ),
+    "cpu": ModelSize(layers=1, hidden=64, ffn=128, heads=4, query_groups=2, vocab=64, sequence=16),
+}
+
+
+def _run(recipe: str, *, overlap: bool) -> Run:
+    world = dist.get_world_size()
+    tp = 2 if world >= 4 else 1
+    return fp8_run(recipe, tp=tp, dp=world // tp, overlap=overlap)
+
+
+def _model_of_te(run: Run, device: torch.device) -> Any:
+    """A GPT of Transformer Engine's layers, as Megatron's training code makes it."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.transformer import TransformerConfig
+
+    layout(tp=run.tp)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=256,
+        num_attention_heads=4,
+        num_query_groups=2,
+        ffn_hidden_size=512,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        bf16=True,
+        tensor_model_parallel_size=run.tp,
+        sequence_parallel=run.tp > 1,
+        gradient_accumulation_fusion=False,
+        fp8="hybrid" if run.fp8 == "delayed" else "e4m3",
+        fp8_recipe=run.fp8,
+        fp8_param=True,
+    )
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(),
+        vocab_size=64,
+        max_sequence_length=32,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    )
+    return model.to(device)
+
+
+def _built(run: Run, device: torch.device) -> tuple[list[Any], Any, dict[str, torch.Tensor]]:
+    """(chunks, optimizer, values that the weights were quantized from)."""
+    first: dict[str, torch.Tensor] = {}
+
+    def remember(bare: Any) -> None:
+        for name, weight in quantized(bare):
+            value = weight.get_high_precision_init_val()
+            require(value is not None, f"{name} has lost its first value")
+            first[global_name(bare, name)] = value.clone()
+
+    if device.type == "cpu":
+        chunks, optimizer, _ = build(dataclasses.replace(run, remember=remember))
+        return chunks, optimizer, first
+    chunk = tiny_gpt.wrap_ddp(
+        _model_of_te(run, device),
+        overlap_grad_reduce=run.overlap,
+        overlap_param_gather=run.overlap,
+        bucket_size=100_000 if run.overlap else None,
+        prepare=remember,
+        fp8_param_gather=True,
+        reuse_grad_buf_for_mxfp8_param_ag=run.fp8 == "mxfp8",
+    )
+    return [chunk], make_optimizer(run, [chunk]), first
+
+
+def fp8_weights(
+    device: torch.device, *, recipe: str, steps: int = 4, overlap: bool = False
+) -> Figures:
+    """Masters at start, codes of every step, and a save and resume of a recipe."""
+    run = _run(recipe, overlap=overlap)
+    chunks, optimizer, first = _built(run, device)
+    require(bool(first), "no weight is quantized")
+    whole = masters(chunks, optimizer)
+    for bare, name, weight in weights_of(chunks):
+        require(hasattr(weight, "tensor_model_parallel"), f"{name} has no TP attributes")
+        kept = weight.get_high_precision_init_val()
+        require(kept is None, f"{name} keeps its first value")
+        key = global_name(bare, name)
+        begins = torch.equal(cut(bare, name, weight, whole[key]), first[key].float().cpu())
+        require(begins, f"the master of {name} does not begin with it")
+    schedule = scheduler(optimizer, run)
+    tiny_gpt.without_gather(chunks)
+    losses = [_step(chunks, optimizer, schedule, run, step, device) for step in range(steps)]
+    with tempfile.TemporaryDirectory() as mine:
+        folder: list[Any] = [mine]
+        dist.broadcast_object_list(folder)
+        checkpointing.save(chunks, optimizer, schedule, Path(folder[0]) / "saved")
+        again = range(steps, steps + 2)
+        straight = [_step(chunks, optimizer, schedule, run, step, device) for step in again]
+        expected = codes(chunks)
+        checkpointing.load(chunks, optimizer, schedule, Path(folder[0]) / "saved")
+        if overlap:
+            tiny_gpt.without_gather(chunks)
+        resumed = [_step(chunks, optimizer, schedule, run, step, device) for step in again]
+        found = codes(chunks)
+        dist.barrier()
+    require(straight == resumed, f"losses {straight} without, {resumed} after a resume")
+    other = [name for name in expected if not torch.equal(expected[name], found[name])]
+    require(not other, f"after a resume others are {', '.join(other[:3])}")
+    return {
+        "layout": f"TP{run.tp} DP{run.dp}",
+        "steps": steps,
+        "quantized": len(first),
+        "losses": f"{losses[0]:.4f} to {losses[-1]:.4f}",
+    }
+
+
+def _step(
+    chunks: list[Any], optimizer: Any, schedule: Any, run: Run, step: int, device: torch.device
+) -> float:
+    """One step; codes must be those of the masters, on all replicas, and others than before."""
+    before = codes(chunks)
+    optimizer.zero_grad()
+    batches = tiny_gpt.batch(
+        step, global_batch=run.global_batch, micro_batch=run.global_batch // run.dp // 2
+    )
+    moved = [{key: value.to(device) for key, value in part.items()} for part in batches]
+    loss = tiny_gpt.forward_backward(chunks, moved, optimizer)
+    tiny_gpt.with_gather(chunks)
+    require(optimizer.step()[0], f"step {step} was skipped")
+    schedule.step(1)
+    finish_gather(chunks, optimizer)
+    wrong = wrong_codes(chunks, masters(chunks, optimizer))
+    require(not wrong, f"step {step}: not of the masters: {', '.join(wrong[:3])}")
+    unequal = unequal_replicas(chunks)
+    require(not unequal, f"step {step}: replicas differ: {', '.join(unequal[:3])}")
+    after = codes(chunks)
+    data = [name for name in after if name.endswith("_data")]
+    require(any(not torch.equal(after[n], before[n]) for n in data), f"step {step} changed no code")
+    return loss
+
+
+def step_times(device: torch.device) -> Figures:
+    """Time of an optimizer step, and memory, of AdamW, megatron-core's muon, and ours."""
+    layout(tp=1)
+    found: Figures = {}
+    for contender in contenders():
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        wrapped, optimizer = contender.build(SIZES[device.type], device)
+        milliseconds = median_ms(lambda o=optimizer, w=wrapped: _optimize(o, w), device, 3)
+        peak = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+        found[contender.label] = f"{milliseconds:.1f} ms, {peak:.1f} GiB"
+        del wrapped, optimizer
+    return found
+
+
+def _optimize(optimizer: Any, wrapped: Any) -> None:
+    for buffer in wrapped.buffers:
+        buffer.grad_data.fill_(1e-3)
+    optimizer.step()
+
+
+def split_matrices(device: torch.device) -> Figures:
+    """A step whose matrices are split among all ranks, against one owner for each."""
+    if dist.get_world_size() == 1:
+        raise NotPossible("needs several ranks")
+    layout(tp=1)
+    settings = MatrixConfig(compute_dtype="fp32", split_min_gflop=0.0, min_dim=16)
+    weights = []
+    for ranks in (1, dist.get_world_size()):
+        config = dataclasses.replace(settings, split_ranks=ranks)
+        contender = Contender(key="dmuon", label="dmuon", matrix=config)
+        wrapped, optimizer = contender.build(SIZES[device.type], device)
+        generator = torch.Generator(device=device).manual_seed(2)
+        for buffer in wrapped.buffers:
+            buffer.grad_data.normal_(generator=generator)
+        before = [p.detach().clone() for p in wrapped.parameters()]
+        optimizer.step()
+        plan = optimizer.chained_optimizers[0].plan
+        split = sum(len(scheme.ranks) > 1 for scheme in plan.schemes)
+        weights.append([p.detach() - b for p, b in zip(wrapped.parameters(), before, strict=True)])
+    require(split > 0, "no matrix was split")
+    worst = max(
+        float((one - other).norm() / one.norm()) for one, other in zip(*weights, strict=True)
+    )
+    require(worst < 1e-4, f"updates are {worst:.1e} apart")
+    return {"split": split, "apart": f"{worst:.0e}", "lr": LR}
