@@ -26,18 +26,13 @@ from tests.distributed.fp8 import (
 )
 from tests.distributed.test_fp8_training import FIRST_LAYER, ORTH_DION
 from tests.distributed.training import Run, build
-from tests.te.weights import RECIPES, tensors_of
+from tests.te.weights import RECIPES, delayed_scales, tensors_of
 
 Ranks = Callable[..., list[Any]]
 
 
 def _delayed_scales(chunks: list[Any]) -> dict[str, Any]:
-    """Scales and histories, which Transformer Engine's layers store beside the weights."""
-    return {
-        name: (quantizer.scale, quantizer.history)
-        for _, name, weight in weights_of(chunks)
-        if hasattr(quantizer := weight._quantizer, "history")
-    }
+    return {name: held for chunk in chunks for name, held in delayed_scales(chunk).items()}
 
 
 def _save(chunks: list[Any], optimizer: Any, schedule: Any, folder: Path) -> None:

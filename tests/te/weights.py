@@ -108,12 +108,21 @@ def tensors_of(weight: Any) -> dict[str, torch.Tensor]:
     return held
 
 
+def delayed_scales(model: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Scale and amax history of every weight, which real layers store beside it (extra state)."""
+    return {
+        name: (weight._quantizer.scale, weight._quantizer.history)
+        for name, weight in quantized(model)
+        if hasattr(weight._quantizer, "history")
+    }
+
+
 def update_delayed_scales(model: Any) -> None:
     """What Transformer Engine does at the end of a forward (``fused_amax_and_scale_update``)."""
     for _, weight in quantized(model):
-        if type(weight._quantizer).__name__ != "Float8Quantizer":
+        history = getattr(weight._quantizer, "history", None)
+        if history is None:
             continue
-        history = weight._quantizer.history
         amax = history.amax(0)
         scale = LARGEST[DType.kFloat8E4M3] / amax
         usable = (amax > 0) & amax.isfinite()

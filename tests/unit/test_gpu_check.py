@@ -135,10 +135,14 @@ def test_results_are_filled_in(tmp_path: Path) -> None:
         third.name: {"status": IMPOSSIBLE, "reason": "no kernel"},
     }
     page = tmp_path / "page.md"
-    page.write_text(f"before\n{gpu_check.BEGIN}\nold\n{gpu_check.END}\nafter\n")
+    page.write_text(f"before\n{gpu_check.BEGIN}\nan earlier table\n{gpu_check.END}\nafter\n")
     gpu_check.write_page({**IDENTITY, "rows": rows}, page)
     text = page.read_text()
-    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert (
+        text.startswith("before\n")
+        and text.endswith("\nafter\n")
+        and "an earlier table" not in text
+    )
     assert "| check | result (1 × H100) |" in text
     assert f"| {first.what} | ok on 2 GPUs: bf16: 80 % |" in text
     assert f"| {second.what} | differs: off by 1 |" in text

@@ -18,6 +18,7 @@ from benchmarks.contenders import LR, Contender, contenders
 from benchmarks.models import ModelSize
 from megatron_muon import MatrixConfig
 from megatron_muon.benchmark import median_ms
+from megatron_muon.matrices import Rule
 from tests import tiny_gpt
 from tests.distributed import checkpointing
 from tests.distributed.fp8 import (
@@ -31,7 +32,7 @@ from tests.distributed.fp8 import (
 )
 from tests.distributed.training import Run, build, make_optimizer, scheduler
 from tests.ranks import layout
-from tests.te.weights import quantized
+from tests.te.weights import delayed_scales, quantized, update_delayed_scales
 from tests.whole_parameters import cut, global_name
 from tools.gpu_checks.outcome import Figures, NotPossible, require
 
@@ -138,9 +139,16 @@ def fp8_weights(
         folder: list[Any] = [mine]
         dist.broadcast_object_list(folder)
         checkpointing.save(chunks, optimizer, schedule, Path(folder[0]) / "saved")
+        stored = [_copied(delayed_scales(chunk)) for chunk in chunks]
         again = range(steps, steps + 2)
         straight = [_step(chunks, optimizer, schedule, run, step, device) for step in again]
         expected = codes(chunks)
+        for chunk, scales in zip(chunks, stored, strict=True):
+            for name, held in delayed_scales(chunk).items():
+                for tensor, value in zip(held, scales[name], strict=True):
+                    tensor.copy_(value)
+        # Megatron adds the steps of a checkpoint to those of the scheduler.
+        schedule = scheduler(optimizer, run)
         checkpointing.load(chunks, optimizer, schedule, Path(folder[0]) / "saved")
         if overlap:
             tiny_gpt.without_gather(chunks)
@@ -158,6 +166,11 @@ def fp8_weights(
     }
 
 
+def _copied(scales: dict[str, tuple[torch.Tensor, ...]]) -> dict[str, list[torch.Tensor]]:
+    """What the stand-in keeps beside its weights; layers save and load theirs themselves."""
+    return {name: [tensor.clone() for tensor in held] for name, held in scales.items()}
+
+
 def _step(
     chunks: list[Any], optimizer: Any, schedule: Any, run: Run, step: int, device: torch.device
 ) -> float:
@@ -169,6 +182,8 @@ def _step(
     )
     moved = [{key: value.to(device) for key, value in part.items()} for part in batches]
     loss = tiny_gpt.forward_backward(chunks, moved, optimizer)
+    for chunk in chunks:
+        update_delayed_scales(chunk)
     tiny_gpt.with_gather(chunks)
     require(optimizer.step()[0], f"step {step} was skipped")
     schedule.step(1)
@@ -205,14 +220,18 @@ def _optimize(optimizer: Any, wrapped: Any) -> None:
 
 
 def split_matrices(device: torch.device) -> Figures:
-    """A step whose matrices are split among all ranks, against one owner for each."""
+    """A step of one matrix that all ranks share, against one owner."""
     if dist.get_world_size() == 1:
         raise NotPossible("needs several ranks")
     layout(tp=1)
-    settings = MatrixConfig(compute_dtype="fp32", split_min_gflop=0.0, min_dim=16)
+    rules = (
+        Rule(pattern="*", optimizer="adam"),
+        Rule(pattern="*.0.mlp.linear_fc2.weight", optimizer="matrix"),
+    )
+    one = MatrixConfig(compute_dtype="fp32", split_ranks=1, rules=rules)
+    several = dataclasses.replace(one, split_ranks=dist.get_world_size(), split_min_gflop=0.0)
     weights = []
-    for ranks in (1, dist.get_world_size()):
-        config = dataclasses.replace(settings, split_ranks=ranks)
+    for config in (one, several):
         contender = Contender(key="dmuon", label="dmuon", matrix=config)
         wrapped, optimizer = contender.build(SIZES[device.type], device)
         generator = torch.Generator(device=device).manual_seed(2)
@@ -225,7 +244,8 @@ def split_matrices(device: torch.device) -> Figures:
         weights.append([p.detach() - b for p, b in zip(wrapped.parameters(), before, strict=True)])
     require(split > 0, "no matrix was split")
     worst = max(
-        float((one - other).norm() / one.norm()) for one, other in zip(*weights, strict=True)
+        float((alone - shared).norm() / alone.norm())
+        for alone, shared in zip(*weights, strict=True)
     )
     require(worst < 1e-4, f"updates are {worst:.1e} apart")
     return {"split": split, "apart": f"{worst:.0e}", "lr": LR}
