@@ -68,16 +68,21 @@ class Check:
         return partial(function, **self.options)
 
 
-def _fp8(recipe: str, *, overlap: bool = False, steps: int = 4, seconds: int = 45) -> Check:
-    words = f"{recipe} weights{', gather overlapped' if overlap else ''}, {steps} steps"
+FIRST = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+"""First compute capability of a recipe."""
+
+
+def _fp8(recipe: str, words: str = "", *, seconds: int = 40, **options: Any) -> Check:
+    steps = options.get("steps", 4)
     return Check(
-        name=f"fp8-{recipe}{'-overlap' if overlap else ''}",
-        what=f"{words}: masters at start, codes, scales, replicas, resume",
+        name="-".join(("fp8", recipe, *words.split())),
+        what=f"{recipe}{f', {words}' if words else ''}, {steps} steps: masters at start, codes, "
+        "scales, replicas, resume",
         run="training:fp8_weights",
         seconds=seconds,
-        options={"recipe": recipe, "overlap": overlap, "steps": steps},
+        options={"recipe": recipe, **options},
         most=MOST_RANKS,
-        capability=(10, 0) if recipe == "mxfp8" else (9, 0) if recipe == "blockwise" else (8, 9),
+        capability=FIRST[recipe],
         needs="transformer_engine",
     )
 
@@ -87,19 +92,19 @@ CHECKS = (
         name="newton-schulz",
         what="Newton-Schulz: error, and rate over that of a product",
         run="kernels:newton_schulz_rates",
-        seconds=60,
+        seconds=45,
     ),
     Check(
         name="right-factors",
         what="Orth-Dion's basis: orthonormal, and time against Householder QR",
         run="kernels:right_factors",
-        seconds=30,
+        seconds=20,
     ),
     Check(
         name="symmetric-products",
         what="kernel of emerging-optimizers for X Xᵀ against plain products",
         run="kernels:symmetric_products",
-        seconds=30,
+        seconds=20,
         capability=(9, 0),
         needs="emerging_optimizers",
     ),
@@ -107,7 +112,7 @@ CHECKS = (
         name="shim-codes",
         what="codes and scales of the tests' stand-in against Transformer Engine's kernels",
         run="kernels:shim_codes",
-        seconds=40,
+        seconds=30,
         capability=(8, 9),
         needs="transformer_engine",
     ),
@@ -115,19 +120,31 @@ CHECKS = (
         name="empty-adam",
         what="Transformer Engine's Adam with an empty group",
         run="kernels:empty_group_of_adam",
-        seconds=30,
+        seconds=20,
         needs="transformer_engine",
     ),
     _fp8("delayed", steps=20),
     _fp8("tensorwise"),
     _fp8("blockwise"),
     _fp8("mxfp8"),
-    _fp8("mxfp8", overlap=True, steps=50, seconds=75),
+    _fp8("mxfp8", "gather overlapped", overlap=True, steps=50, seconds=60),
+    _fp8("blockwise", "grouped experts", model="fp8-moe", steps=2),
+    _fp8("blockwise", "multi-latent attention", model="mla", steps=2),
+    _fp8("mxfp8", "output projection", model="output", steps=2),
+    Check(
+        name="saves",
+        what="saves at once and asynchronous, dequantization at load streamed or not",
+        run="training:saves",
+        seconds=40,
+        most=MOST_RANKS,
+        capability=(9, 0),
+        needs="transformer_engine",
+    ),
     Check(
         name="step-times",
         what="optimizer step and memory: AdamW, megatron-core's muon, dmuon, Orth-Dion",
         run="training:step_times",
-        seconds=90,
+        seconds=75,
     ),
     Check(
         name="split-matrices",

@@ -60,14 +60,16 @@ def test_another_code_is_a_difference(te_ranks: Ranks) -> None:
     assert "blockwise: 1 of" in te_ranks(1, body, init_process_group=False)[0]
 
 
-def _fp8(rank: int, recipe: str, overlap: bool, spoil: bool = False) -> Any:
+def _fp8(
+    rank: int, recipe: str, overlap: bool = False, model: str = "fp8", *, spoil: bool = False
+) -> Any:
     from tools.gpu_checks.training import fp8_weights
 
     if spoil:
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
         DistributedOptimizer._copy_main_params_to_param_buffer = lambda self: None
-    return fp8_weights(CPU, recipe=recipe, steps=2, overlap=overlap)
+    return fp8_weights(CPU, recipe=recipe, model=model, steps=2, overlap=overlap)
 
 
 @pytest.mark.parametrize(
@@ -79,11 +81,34 @@ def test_fp8_weights_are_checked(te_ranks: Ranks, recipe: str, overlap: bool) ->
         assert figures["layout"] == "TP1 DP2" and figures["quantized"] == 8
 
 
+def test_experts_and_saves_are_checked(te_ranks: Ranks) -> None:
+    def saves(rank: int) -> Any:
+        from tools.gpu_checks.training import saves
+
+        return saves(CPU)
+
+    for figures in te_ranks(2, _fp8, "blockwise", False, "fp8-moe"):
+        assert figures["quantized"] == 2 * (2 + 4 * 2)
+    assert all(figures["tensors"] > 8 for figures in te_ranks(2, saves))
+
+
+@pytest.mark.parametrize("model", ["mla", "output"])
+def test_layers_of_transformer_engine_need_a_gpu(te_ranks: Ranks, model: str) -> None:
+    def body(rank: int) -> str:
+        from tools.gpu_checks.outcome import NotPossible
+
+        with pytest.raises(NotPossible) as told:
+            _fp8(rank, "blockwise", False, model)
+        return str(told.value)
+
+    assert te_ranks(1, body) == ["needs layers of Transformer Engine"]
+
+
 def test_weights_that_stay_are_a_difference(te_ranks: Ranks) -> None:
     from tests.ranks import RankFailed
 
     with pytest.raises(RankFailed) as found:
-        te_ranks(2, _fp8, "mxfp8", False, True)
+        te_ranks(2, _fp8, "mxfp8", spoil=True)
     assert "Differs: step 0: not of the masters" in str(found.value)
 
 

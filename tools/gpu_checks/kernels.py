@@ -24,8 +24,6 @@ from tools.gpu_checks.outcome import Figures, NotPossible, require
 
 STEPS, ROUNDS = 5, 5
 SIDES = {"cuda": (1024, 4096), "cpu": (64, 128)}
-FIRST = {"delayed": (8, 9), "tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
-"""First compute capability of a recipe."""
 ERROR = {torch.bfloat16: 0.1, torch.float16: 0.02, torch.float32: 1e-4}
 """What the iteration itself may be off by (docs/newton-schulz-errors.md)."""
 
@@ -127,6 +125,8 @@ def expected_codes(recipe: str, values: torch.Tensor, like: Any) -> dict[str, to
 
 def shim_codes(device: torch.device) -> Figures:
     """Codes and scales of the CPU stand-in of the tests, against this device's kernels."""
+    from tools.gpu_check import FIRST
+
     found: Figures = {}
     for recipe in RECIPES:
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST[recipe]:

@@ -32,58 +32,84 @@ from tests.distributed.fp8 import (
 )
 from tests.distributed.training import Run, build, make_optimizer, scheduler
 from tests.ranks import layout
-from tests.te.weights import delayed_scales, quantized, update_delayed_scales
+from tests.te.weights import delayed_scales, quantized, tensors_of, update_delayed_scales
+from tests.tiny_models import ALL_MODELS
 from tests.whole_parameters import cut, global_name
 from tools.gpu_checks.outcome import Figures, NotPossible, require
 
 SIZES = {
     "cuda": ModelSize(
-        layers=4, hidden=4096, ffn=11008, heads=32, query_groups=8, vocab=4096, sequence=512
+        layers=1, hidden=4096, ffn=11008, heads=32, query_groups=8, vocab=4096, sequence=512
     ),
     "cpu": ModelSize(layers=1, hidden=64, ffn=128, heads=4, query_groups=2, vocab=64, sequence=16),
 }
 
 
-def _run(recipe: str, *, overlap: bool) -> Run:
+LAYERS: dict[str, dict[str, Any]] = {
+    "fp8": {},
+    "fp8-moe": {
+        "num_moe_experts": 4,
+        "moe_router_topk": 2,
+        "moe_ffn_hidden_size": 256,
+        "moe_grouped_gemm": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "none",
+    },
+    "mla": {
+        "multi_latent_attention": True,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 128,
+        "qk_head_dim": 64,
+        "qk_pos_emb_head_dim": 32,
+        "v_head_dim": 64,
+        "rope_type": "rope",
+        "num_query_groups": 4,
+    },
+    "output": {"fp8_output_proj": True},
+}
+"""Model to its layers; the last two on a GPU only."""
+
+
+def _run(recipe: str, *, model: str = "fp8", overlap: bool = False) -> Run:
     world = dist.get_world_size()
-    tp = 2 if world >= 4 else 1
-    return fp8_run(recipe, tp=tp, dp=world // tp, overlap=overlap)
+    tp = 2 if world >= 4 and model != "fp8-moe" else 1
+    return fp8_run(recipe, model=model, tp=tp, dp=world // tp, overlap=overlap)
 
 
 def _model_of_te(run: Run, device: torch.device) -> Any:
     """A GPT of Transformer Engine's layers, as Megatron's training code makes it."""
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_with_transformer_engine_spec,
-    )
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     layout(tp=run.tp)
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=256,
-        num_attention_heads=4,
-        num_query_groups=2,
-        ffn_hidden_size=512,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        bf16=True,
-        tensor_model_parallel_size=run.tp,
-        sequence_parallel=run.tp > 1,
-        gradient_accumulation_fusion=False,
-        fp8="hybrid" if run.fp8 == "delayed" else "e4m3",
-        fp8_recipe=run.fp8,
-        fp8_param=True,
-    )
+    kind = MLATransformerConfig if run.model == "mla" else TransformerConfig
+    fields: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 512,
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+        "bf16": True,
+        "tensor_model_parallel_size": run.tp,
+        "sequence_parallel": run.tp > 1,
+        "gradient_accumulation_fusion": False,
+        "fp8": "hybrid" if run.fp8 == "delayed" else "e4m3",
+        "fp8_recipe": run.fp8,
+        "fp8_param": True,
+    }
+    config = kind(**fields | LAYERS[run.model])
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec(),
+        transformer_layer_spec=get_gpt_decoder_block_spec(config, use_transformer_engine=True),
         vocab_size=64,
         max_sequence_length=32,
         position_embedding_type="rope",
@@ -103,6 +129,8 @@ def _built(run: Run, device: torch.device) -> tuple[list[Any], Any, dict[str, to
             first[global_name(bare, name)] = value.clone()
 
     if device.type == "cpu":
+        if run.model not in ALL_MODELS or not run.model.startswith("fp8"):
+            raise NotPossible("needs layers of Transformer Engine")
         chunks, optimizer, _ = build(dataclasses.replace(run, remember=remember))
         return chunks, optimizer, first
     chunk = tiny_gpt.wrap_ddp(
@@ -118,10 +146,15 @@ def _built(run: Run, device: torch.device) -> tuple[list[Any], Any, dict[str, to
 
 
 def fp8_weights(
-    device: torch.device, *, recipe: str, steps: int = 4, overlap: bool = False
+    device: torch.device,
+    *,
+    recipe: str,
+    model: str = "fp8",
+    steps: int = 4,
+    overlap: bool = False,
 ) -> Figures:
     """Masters at start, codes of every step, and a save and resume of a recipe."""
-    run = _run(recipe, overlap=overlap)
+    run = _run(recipe, model=model, overlap=overlap)
     chunks, optimizer, first = _built(run, device)
     require(bool(first), "no weight is quantized")
     whole = masters(chunks, optimizer)
@@ -196,6 +229,62 @@ def _step(
     data = [name for name in after if name.endswith("_data")]
     require(any(not torch.equal(after[n], before[n]) for n in data), f"step {step} changed no code")
     return loss
+
+
+def saves(device: torch.device) -> Figures:
+    """Saves at once and asynchronous, each loaded with and without streamed dequantization."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+    from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
+
+    run, kind = _run("blockwise"), "fully_reshardable"
+    [chunk], optimizer, _ = _built(run, device)
+    schedule = scheduler(optimizer, run)
+    _step([chunk], optimizer, schedule, run, 0, device)
+    expected = codes([chunk]) | masters([chunk], optimizer)
+
+    def content(*, is_loading: bool) -> dict[str, Any]:
+        return checkpointing.content([chunk], optimizer, schedule, is_loading=is_loading, kind=kind)
+
+    with tempfile.TemporaryDirectory() as mine:
+        folder: list[Any] = [mine]
+        dist.broadcast_object_list(folder)
+        for is_async in (False, True):
+            path = Path(folder[0]) / str(is_async)
+            path.mkdir(exist_ok=True)
+            stored = content(is_loading=False)
+            if device.type == "cpu":
+                force_all_tensors_to_non_fp8(stored)
+            request = dist_checkpointing.save(
+                stored, str(path), async_sharded_save=is_async, async_strategy="mcore"
+            )
+            if request is not None:
+                request.execute_sync()
+            for is_streamed in (False, True):
+                _spoil(chunk, optimizer)
+                loaded = dist_checkpointing.load(
+                    content(is_loading=True),
+                    str(path),
+                    TorchDistLoadShardedStrategy(stream_ckpt_dequant=is_streamed),
+                )
+                chunk.module.load_state_dict(loaded["model"], strict=False)
+                optimizer.load_state_dict(loaded["optimizer"])
+                found = codes([chunk]) | masters([chunk], optimizer)
+                other = [n for n, value in expected.items() if not torch.equal(value, found[n])]
+                words = f"asynchronous {is_async}, streamed {is_streamed}"
+                require(not other, f"{words}: others are {', '.join(other[:3])}")
+        dist.barrier()
+    return {"tensors": len(expected)}
+
+
+def _spoil(chunk: Any, optimizer: Any) -> None:
+    """Make all codes and masters wrong, so that what is right has come from a checkpoint."""
+    for _, _, weight in weights_of([chunk]):
+        for tensor in tensors_of(weight).values():
+            tensor.fill_(7)
+    for child in optimizer.chained_optimizers:
+        for main in child.get_parameters():
+            main.data.fill_(float("nan"))
 
 
 def step_times(device: torch.device) -> Figures:
