@@ -173,6 +173,19 @@ ALL_MODELS: Mapping[str, TinyModel] = MappingProxyType(
             what="mixture of experts with such sides",
             options={**WIDE, **MOE, "moe_ffn_hidden_size": 64},
         ),
+        "fp8-mla": TinyModel(
+            what="multi-latent attention with such sides",
+            options={
+                **WIDE,
+                **MLA,
+                "q_lora_rank": 64,
+                "kv_lora_rank": 64,
+                "qk_head_dim": 32,
+                "qk_pos_emb_head_dim": 32,
+                "v_head_dim": 32,
+                "query_groups": 4,
+            },
+        ),
     }
 )
 """Those whose sides FP8 blocks fit too; they are not trained at every layout."""

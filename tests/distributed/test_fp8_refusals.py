@@ -104,3 +104,60 @@ def test_mxfp8_weights_need_the_gradient_buffer(te_ranks: Ranks) -> None:
         return str(refused.value)
 
     assert "MXFP8Tensor" in te_ranks(1, body)[0]
+
+
+FLAGS = """
+    --optimizer dmuon --use-distributed-optimizer --num-layers 2 --hidden-size 128
+    --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1
+    --train-iters 1 --lr 1e-3 --min-lr 1e-4 --bf16 --tokenizer-type NullTokenizer --vocab-size 63
+    --mock-data --untie-embeddings-and-output-weights --no-gradient-accumulation-fusion
+    --position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear
+    --fp8-param-gather --overlap-grad-reduce --overlap-param-gather
+"""
+
+
+def _validated(rank: int, words: str) -> tuple[Any, ...]:
+    """The command line as far as it goes without layers of Transformer Engine."""
+    import os
+    import sys
+
+    from megatron.core import utils
+    from packaging.version import Version
+
+    import megatron_muon
+
+    theirs = utils.get_te_version
+    for module in list(sys.modules.values()):
+        if getattr(module, "get_te_version", None) is theirs:
+            module.get_te_version = lambda: Version("2.20.2")
+    megatron_muon.install()
+    from megatron.training import arguments, training
+
+    os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "WORLD_SIZE": "2"}
+    sys.argv = ["pretrain_gpt.py", *FLAGS.split(), *words.split()]
+    args = arguments.parse_args()
+    arguments.validate_args(args, {})
+    config, _ = training.get_megatron_optimizer_config(args)
+    return (
+        args.matrix_optimizer,
+        args.use_distributed_optimizer,
+        args.fp8_param_gather,
+        config.fp8_recipe,
+        config.reuse_grad_buf_for_mxfp8_param_ag,
+        config.overlap_param_gather,
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("delayed", "--fp8-format hybrid"),
+        ("tensorwise", "--fp8-format e4m3 --first-last-layers-bf16"),
+        ("blockwise", "--fp8-format e4m3 --first-last-layers-bf16"),
+        ("mxfp8", "--fp8-format e4m3 --reuse-grad-buf-for-mxfp8-param-ag"),
+    ],
+)
+def test_the_flags_pass_megatrons_own_checks(te_ranks: Ranks, recipe: str, words: str) -> None:
+    """They reach Megatron's configurations as with adam."""
+    found = te_ranks(1, _validated, f"{words} --fp8-recipe {recipe}", init_process_group=False)
+    assert found == [("dmuon", True, True, recipe, recipe == "mxfp8", True)]

@@ -30,6 +30,7 @@ ONE_LAYER = (("layers", 1),)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "TP2-DP2": {"tp": 2, "dp": 2, "options": ONE_LAYER, "steps": 3},
     "experts": {"model": "fp8-moe", "dp": 4, "ep": 2, "options": ONE_LAYER},
+    "MLA": {"model": "fp8-mla", "tp": 2, "options": ONE_LAYER},
     "PP2": {"pp": 2, "dp": 2},
     "VPP2": {"pp": 2, "vpp": 2, "dp": 2, "options": (("layers", 4),)},
     "two-instances": {"dp": 4, "instances": 2, "options": ONE_LAYER},
