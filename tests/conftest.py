@@ -87,3 +87,13 @@ def layouts_tested(pytestconfig: pytest.Config) -> Iterator[Callable[[Any, Any],
     path = pytestconfig.rootpath / "build" / "layouts.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+
+
+@pytest.fixture(scope="session")
+def te_ranks(ranks: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """``ranks`` whose forks need not import Transformer Engine (``tests.te.loading.use``) again."""
+    from tests.te.loading import VERSIONS, import_te
+
+    for version in VERSIONS:
+        import_te(version)
+    return ranks

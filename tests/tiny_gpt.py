@@ -7,7 +7,7 @@ come first, and tests that need no model stay fast.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -95,6 +95,7 @@ def build_gpt(
         "params_dtype": params_dtype,
         "pipeline_dtype": params_dtype,
         "bf16": params_dtype == torch.bfloat16,
+        "fp16": params_dtype == torch.float16,
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "virtual_pipeline_model_parallel_size": (
@@ -169,6 +170,7 @@ def wrap_ddp(
     use_distributed_optimizer: bool = True,
     grad_reduce_in_fp32: bool = True,
     disable_bucketing: bool = False,
+    prepare: Callable[[Any], object] | None = None,
     **ddp_config: Any,
 ) -> Any:
     """Wrap a model as Megatron's training code does.
@@ -181,6 +183,7 @@ def wrap_ddp(
         use_distributed_optimizer: reduce-scatter instead of all-reduce.
         grad_reduce_in_fp32: dtype of the gradient buffers.
         disable_bucketing: one bucket, as for virtual stages after the first.
+        prepare: called with the model in its final dtype, before its weights go into buffers.
         **ddp_config: more fields of ``DistributedDataParallelConfig``.
 
     Returns:
@@ -189,8 +192,11 @@ def wrap_ddp(
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.transformer.module import Float16Module
 
-    if model.config.bf16:
+    bare = model
+    if model.config.bf16 or model.config.fp16:
         model = Float16Module(model.config, model)
+    if prepare is not None:
+        prepare(bare)
     return DistributedDataParallel(
         config=model.config,
         ddp_config=DistributedDataParallelConfig(
@@ -300,6 +306,7 @@ def forward_backward(model: Any, micro_batches: list[Batch], optimizer: Any = No
         config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
     for chunk in chunks:
         chunk.zero_grad_buffer()
+    _stage_mxfp8_weights(chunks, optimizer)
     tokens = micro_batches[0]["tokens"]
     reported = get_forward_backward_func()(
         forward_step_func=_forward_step,
@@ -316,6 +323,30 @@ def forward_backward(model: Any, micro_batches: list[Batch], optimizer: Any = No
     everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
     dist.all_reduce(loss, dist.ReduceOp.AVG, group=everyone)
     return float(loss)
+
+
+def _stage_mxfp8_weights(chunks: list[Any], optimizer: Any) -> None:
+    """As Megatron's ``train_step``: where the gather of MXFP8 weights is overlapped."""
+    config = chunks[0].ddp_config
+    if not (config.reuse_grad_buf_for_mxfp8_param_ag and config.overlap_param_gather):
+        return
+    if chunks[0].remove_forward_pre_hook_handles:
+        for child in optimizer.chained_optimizers:
+            child._copy_main_params_to_param_buffer()
+
+
+def without_gather(chunks: list[Any]) -> None:
+    """As Megatron's ``train`` before its first step: the weights are there already."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather and chunk.remove_forward_pre_hook_handles:
+            chunk.disable_forward_pre_hook(param_sync=False)
+
+
+def with_gather(chunks: list[Any]) -> None:
+    """As Megatron's ``train`` after its first step."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather and not chunk.remove_forward_pre_hook_handles:
+            chunk.enable_forward_pre_hook()
 
 
 def train_step(model: Any, optimizer: Any, step: int, **batch_options: Any) -> float:

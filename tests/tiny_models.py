@@ -68,6 +68,8 @@ MOE = {
 }
 
 
+WIDE = {"layers": 2, "hidden": 128, "heads": 4, "query_groups": 2, "ffn": 192}
+
 SIZES = {"layers": 4, "hidden": 32, "heads": 8, "query_groups": 4, "ffn": 48}
 """Of every model that does not say else."""
 
@@ -162,3 +164,28 @@ MODELS: Mapping[str, TinyModel] = MappingProxyType(
         "mtp": TinyModel(what="multi-token prediction", options={"mtp_num_layers": 1}),
     }
 )
+
+ALL_MODELS: Mapping[str, TinyModel] = MappingProxyType(
+    {
+        **MODELS,
+        "fp8": TinyModel(what="GPT with sides that FP8 blocks fit", options=WIDE),
+        "fp8-moe": TinyModel(
+            what="mixture of experts with such sides",
+            options={**WIDE, **MOE, "moe_ffn_hidden_size": 64},
+        ),
+        "fp8-mla": TinyModel(
+            what="multi-latent attention with such sides",
+            options={
+                **WIDE,
+                **MLA,
+                "q_lora_rank": 64,
+                "kv_lora_rank": 64,
+                "qk_head_dim": 32,
+                "qk_pos_emb_head_dim": 32,
+                "v_head_dim": 32,
+                "query_groups": 4,
+            },
+        ),
+    }
+)
+"""Those whose sides FP8 blocks fit too; they are not trained at every layout."""

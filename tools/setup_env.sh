@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv with the pins of requirements/lock.txt and this project in editable form.
+# Makes .venv with the pins of requirements/lock.txt and this project in editable form, and what tests
+# import beside it (requirements/side.txt).
 #
 # A second call with nothing changed costs one start of Python and no network. A call that was
 # interrupted is repeated from where it stood: the stamp is written last, and a .venv that does not
@@ -107,7 +108,25 @@ make_venv() {
     "$python" -m venv "$venv"
 }
 
+# The folders of requirements/side.txt: made whole under another name, then renamed.
+side_folders() {
+    local folder pins target
+    while read -r folder pins; do
+        target=build/side/$folder
+        case $folder in '' | '#'*) continue ;; esac
+        if [ "$(cat "$target/pins" 2>/dev/null)" = "$pins" ]; then continue; fi
+        say "installing $pins into $target"
+        rm -rf "$target" "$target.part"
+        # Word splitting is meant: one argument a pin.
+        # shellcheck disable=SC2086
+        "$venv/bin/python" -m pip install --quiet --no-deps --target "$target.part" $pins
+        echo "$pins" >"$target.part/pins"
+        mv "$target.part" "$target"
+    done <requirements/side.txt
+}
+
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(fingerprint 2>/dev/null || true)" ]; then
+    side_folders
     exit 0
 fi
 
@@ -146,5 +165,6 @@ say "installing megatron-muon itself, editable"
     "$venv/bin/python" -m pip check >&2
 }
 
+side_folders
 fingerprint >"$stamp"
 say "ready: $venv ($("$venv/bin/python" -c 'import sys; print(sys.version.split()[0])'))"

@@ -19,7 +19,7 @@ from megatron_muon.dry_run.step import StepCounts, count_step
 from megatron_muon.dry_run.upstream import MODES, upstream_load
 from megatron_muon.integration.support import ConfigurationError
 
-MASTER_BYTES, MOMENTUM_BYTES, ADAM_BYTES = 4, 4, 8
+MASTER_BYTES, ADAM_BYTES = 4, 8
 """Of an element on the rank that holds it; fp32 weights are their own masters."""
 
 _SHOWN = 4000
@@ -229,8 +229,9 @@ def _group_report(built: Built, optimizer: Any, ranks_per_node: int) -> dict[str
             factors[owner] += min(matrix.shape) * rank * optimizer.rule.state_dtype.itemsize
     buffers = [b for chunk in built.model_chunks for b in domain.buffers(chunk)]
     master = MASTER_BYTES if any(b.param_dtype.itemsize < 4 for b in buffers) else 0
+    momentum = optimizer.rule.momentum_dtype.itemsize
     state = [
-        held[r // plan.group.tp] * (master + MOMENTUM_BYTES)
+        held[r // plan.group.tp] * (master + momentum)
         + adam[r // plan.group.tp] * (master + ADAM_BYTES)
         + factors[r]
         for r in range(size)
@@ -281,7 +282,7 @@ def _group_report(built: Built, optimizer: Any, ranks_per_node: int) -> dict[str
             "weights": sum(b.numel * b.param_dtype.itemsize for b in buffers),
             "gradients": sum(b.numel * b.grad_dtype.itemsize for b in buffers),
             "masters": (held[dp_rank] + adam[dp_rank]) * master,
-            "momentum": held[dp_rank] * MOMENTUM_BYTES,
+            "momentum": held[dp_rank] * momentum,
             "adam_moments": adam[dp_rank] * ADAM_BYTES,
             "right_factors": factors[fullest],
             "step": full.transient_bytes,

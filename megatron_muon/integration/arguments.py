@@ -112,7 +112,26 @@ def translate_arguments(args: Any) -> None:
                 "gathered for it)",
                 flush=True,
             )
+    _recommend_checkpoints_masters(args)
     args.optimizer = "adam"
+
+
+def _recommend_checkpoints_masters(args: Any) -> None:
+    """Where quantized weights are loaded without state, masters would be made of codes."""
+    without_state = [
+        flag
+        for flag in ("no_load_optim", "finetune", "pretrained_checkpoint")
+        if getattr(args, flag, None)
+    ]
+    has_codes = args.fp8_param_gather and not getattr(args, "load_main_params_from_ckpt", False)
+    if has_codes and without_state and args.rank == 0:
+        print(
+            "megatron_muon: warning: with --fp8-param-gather and "
+            f"--{without_state[0].replace('_', '-')} the fp32 masters are made from weights that "
+            "are quantized already: add --load-main-params-from-ckpt to make them from what the "
+            "checkpoint holds",
+            flush=True,
+        )
 
 
 def _data_parallel_size(args: Any) -> int:

@@ -25,6 +25,7 @@ from megatron_muon.integration.domains import Domain, domains, tensor_parallel_s
 from megatron_muon.integration.hooks import SCHEDULE_HOOK, put_in
 from megatron_muon.integration.model_parameters import model_parameters
 from megatron_muon.integration.param_groups import group_overrides
+from megatron_muon.integration.quantized import clear_first_values, quantized_weight_problems
 from megatron_muon.integration.report import startup_report, summarize
 from megatron_muon.integration.routes import RoutedParameter, route_all
 from megatron_muon.integration.stage import make_rule, plan_stage
@@ -79,6 +80,7 @@ def get_matrix_optimizer(
     routed, problems = route_all(found, settings)
     problems += config_problems(config, settings, model_chunks)
     problems += model_problems(model_chunks)
+    problems += quantized_weight_problems(config, model_chunks, tp=tp)
     if not any(gather_objects(bool(found))):
         problems.append("no parameter of the model is trainable: there is nothing to optimize")
     _raise_on_every_rank(problems, settings.rules, [p.rule_name for p in found])
@@ -104,6 +106,7 @@ def get_matrix_optimizer(
             dump_param_to_param_group_map=dump_param_to_param_group_map,
         )
     assert isinstance(optimizer, MatrixChainedOptimizer)
+    clear_first_values(model_chunks)
     for group in optimizer.param_groups:
         # Megatron leaves this to its scheduler; a loop of one's own may have none.
         group["lr"] = group["max_lr"]

@@ -116,11 +116,23 @@ class MatrixChainedOptimizer(ChainedOptimizer):
             child.load_state_dict(state_dict)
         self._synchronize_steps()
         if "param_state" in state_dict:
-            with torch.no_grad():
-                for child in self.chained_optimizers:
-                    child._copy_main_params_to_model_params()
-                for chunk in self.model_chunks:
-                    chunk.start_param_sync(force_sync=True)
+            self._gather_masters()
+
+    @torch.no_grad()
+    def _gather_masters(self) -> None:
+        """Derive all weights from the masters."""
+        staged = getattr(getattr(self, "config", None), "reuse_grad_buf_for_mxfp8_param_ag", False)
+        if staged:
+            # MXFP8 weights are gathered through the gradient buffers.
+            for chunk in self.model_chunks:
+                chunk.zero_grad_buffer()
+        for child in self.chained_optimizers:
+            if not staged:
+                child._copy_main_params_to_model_params()
+            elif not child.is_stub_optimizer:
+                child._copy_main_params_to_param_buffer()
+        for chunk in self.model_chunks:
+            chunk.start_param_sync(force_sync=True)
 
 
 def _plain(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

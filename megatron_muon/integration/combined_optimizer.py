@@ -24,12 +24,17 @@ class CombinedOptimizer(torch.optim.Optimizer):
     Args:
         scalar: Adam over all groups, as Megatron built it; it is left with the scalar groups.
         initialize_scalar: Megatron's function that allocates Adam's state.
+        momentum_dtype: Element type of the momenta.
     """
 
     def __init__(
-        self, scalar: torch.optim.Optimizer, initialize_scalar: Callable[..., None]
+        self,
+        scalar: torch.optim.Optimizer,
+        initialize_scalar: Callable[..., None],
+        momentum_dtype: torch.dtype,
     ) -> None:
         self.scalar = scalar
+        self._momentum_dtype = momentum_dtype
         self._initialize_scalar = initialize_scalar
         self._step_matrices: Callable[[], None] | None = None
         super().__init__(scalar.param_groups, dict(scalar.defaults))
@@ -63,12 +68,20 @@ class CombinedOptimizer(torch.optim.Optimizer):
             if MATRIX_GROUP_KEY in group:
                 for parameter in group["params"]:
                     if MOMENTUM not in self.state[parameter]:
-                        self.state[parameter][MOMENTUM] = torch.zeros_like(parameter.data)
+                        self.state[parameter][MOMENTUM] = torch.zeros_like(
+                            parameter.data, dtype=self._momentum_dtype
+                        )
         self._set_scalar_steps()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load groups and state as ``torch.optim.Optimizer`` does, then put ``step`` right."""
+        """Load groups and state as ``torch.optim.Optimizer`` does, then put right what it changes.
+
+        That is ``step``, and momenta, which it casts to the element type of the parameter.
+        """
         super().load_state_dict(state_dict)
+        for state in self.state.values():
+            if MOMENTUM in state:
+                state[MOMENTUM] = state[MOMENTUM].to(self._momentum_dtype)
         self._share_with_scalar()
         self._set_scalar_steps()
 

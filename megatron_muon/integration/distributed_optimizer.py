@@ -79,7 +79,7 @@ class MatrixDistributedOptimizer(DistributedOptimizer):
             if MATRIX_GROUP_KEY in group:
                 # One of the keys by which Megatron tells groups apart in a checkpoint.
                 group["optimizer"] = group[MATRIX_GROUP_KEY]
-        inner = CombinedOptimizer(optimizer, init_state_fn)
+        inner = CombinedOptimizer(optimizer, init_state_fn, self.setup.rule.momentum_dtype)
         super().__init__(inner, config, grad_scaler, init_state_fn, **kwargs)
         self._main_shards = self._find_main_shards()
         self.optimizer.initialize_state(config)

@@ -16,6 +16,10 @@ from typing import Any
 import torch
 
 LATER = "is not supported with {optimizer} yet"
+NVFP4 = (
+    "is not supported: packed NVFP4 weights are padded by themselves, so that a rank's part of "
+    "them is not that of its gradients at every data-parallel size"
+)
 IDLE = "has no effect on {optimizer}"
 WRITES = "writes weights without the optimizer, which keeps fp32 masters of them, and " + LATER
 
@@ -66,27 +70,61 @@ def _idle(*names: str, allowed: tuple[Any, ...] = (False,)) -> tuple[Refusal, ..
     return tuple(Refusal(name=name, reason=IDLE, allowed=allowed) for name in names)
 
 
+def _keeps_fp8(settings: Any) -> bool:
+    """Whether weights are kept in FP8, by the arguments or by a model's configuration."""
+    return any(bool(getattr(settings, n, False)) for n in ("fp8_param_gather", "fp8_param"))
+
+
 FP32 = (torch.float32, "fp32")
 
 REFUSALS: tuple[Refusal, ...] = (
     # ---- what the optimizer cannot do, or not yet
-    Refusal(name="use_precision_aware_optimizer", advice="remove the flag (state is fp32)"),
+    Refusal(
+        name="use_precision_aware_optimizer",
+        reason="keeps masters and scaled state inside Transformer Engine's Adam, and " + LATER,
+        advice="remove the flag (state is fp32; of dmuon see --matrix-momentum-dtype)",
+    ),
     *(
         Refusal(name=name, advice="remove the flag (state is fp32)", allowed=FP32)
         for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     ),
-    Refusal(name="optimizer_cpu_offload"),
+    Refusal(
+        name="optimizer_cpu_offload",
+        reason="knows Adam and SGD only, and " + LATER,
+    ),
     Refusal(name="optimizer_cuda_graph"),
     Refusal(name="use_megatron_fsdp", advice="use --use-distributed-optimizer instead"),
     Refusal(name="use_custom_fsdp", advice="use --use-distributed-optimizer instead"),
     Refusal(name="use_torch_fsdp2", advice="use --use-distributed-optimizer instead"),
     Refusal(name="use_layer_wise_distributed_optimizer"),
-    Refusal(name="fp16", advice="use --bf16"),
-    Refusal(name="fp8_param_gather"),
-    Refusal(name="fp8_param"),
-    Refusal(name="fp4_param_gather"),
-    Refusal(name="fp4_param"),
-    Refusal(name="reuse_grad_buf_for_mxfp8_param_ag"),
+    *(Refusal(name=name, reason=NVFP4) for name in ("fp4_param_gather", "fp4_param")),
+    Refusal(
+        name="fp8_recipe",
+        reason="is not supported with quantized weights, whose form it leaves open",
+        advice="use delayed, tensorwise, blockwise or mxfp8, or remove --fp8-param-gather",
+        allowed=("delayed",),
+        when=lambda s: _keeps_fp8(s) and s.fp8_recipe == "custom",
+        flag="--fp8-recipe custom",
+    ),
+    Refusal(
+        name="reuse_grad_buf_for_mxfp8_param_ag",
+        reason="is needed by --fp8-param-gather with --fp8-recipe mxfp8: Transformer Engine cannot "
+        "put MXFP8 weights into a buffer of their own",
+        advice="add it",
+        allowed=(False, True),
+        when=lambda s: (
+            _keeps_fp8(s)
+            and getattr(s, "fp8_recipe", None) == "mxfp8"
+            and not s.reuse_grad_buf_for_mxfp8_param_ag
+        ),
+        flag="--reuse-grad-buf-for-mxfp8-param-ag",
+    ),
+    Refusal(
+        name="moe_single_grouped_weight",
+        reason="is not supported with quantized weights",
+        advice="remove the flag, or --fp8-param-gather",
+        when=lambda s: bool(s.moe_single_grouped_weight) and _keeps_fp8(s),
+    ),
     Refusal(name="overlap_param_gather_with_optimizer_step", advice="use --overlap-param-gather"),
     Refusal(name="use_mup", advice="remove the flag and set --matrix-lr"),
     _shards("tensor_parallel_num_weight_shards", lambda s: s.tensor_model_parallel_size),
@@ -200,7 +238,7 @@ USED = frozenset(
         # ---- OptimizerConfig: by Megatron, as for its Adam
         *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay"),
         *("apply_wd_to_qk_layernorm", "adam_beta1", "adam_beta2", "adam_eps", "optimizer"),
-        *("bf16", "params_dtype", "fp8_recipe", "loss_scale", "initial_loss_scale"),
+        *("bf16", "fp16", "params_dtype", "loss_scale", "initial_loss_scale"),
         *("min_loss_scale", "loss_scale_window", "hysteresis", "clip_grad"),
         *("grad_norm_skip_threshold", "log_num_zeros_in_grad", "barrier_with_L1_time", "timers"),
         *("config_logger_dir", "use_distributed_optimizer", "overlap_param_gather"),
@@ -209,7 +247,7 @@ USED = frozenset(
         *("muon_coefficient_type", "muon_num_ns_steps", "muon_split_qkv"),
         # ---- DistributedDataParallelConfig
         *("grad_reduce_in_fp32", "overlap_grad_reduce", "align_param_gather", "bucket_size"),
-        *("check_for_nan_in_grad", "num_buckets"),
+        *("check_for_nan_in_grad", "num_buckets", "fp8_param_gather"),
         *("check_for_large_grads", "pad_buckets_for_high_nccl_busbw", "average_in_collective"),
         *("reduce_scatter_with_fp32_accumulation", "delay_wgrad_compute", "nccl_ub"),
         *("param_name_patterns_for_fp32_local_accumulation", "disable_symmetric_registration"),

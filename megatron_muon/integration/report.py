@@ -13,10 +13,13 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
+import torch
+
 from megatron_muon.config import MatrixConfig
 from megatron_muon.integration.plan_warnings import family_name, plan_warnings
 from megatron_muon.integration.routes import RoutedParameter
 from megatron_muon.optim import MatrixRule
+from megatron_muon.optim.rule import dtype_name
 from megatron_muon.placement import Plan
 
 MIB = 2**20
@@ -99,7 +102,7 @@ def summarize(
             for wish in settings.rules
         ),
         balance=_balance(settings, plan) if plan.matrices else "",
-        traffic=_traffic(settings, plan, buffers) if plan.matrices else "",
+        traffic=_traffic(settings, plan, buffers) + _kept(plan, rule) if plan.matrices else "",
         warnings=tuple(plan_warnings(settings, plan, domain)),
         rule=rule.description,
     )
@@ -299,7 +302,34 @@ def _traffic(settings: MatrixConfig, plan: Plan, buffers: Sequence[Any]) -> str:
         + f"; memory of a step at most {peak / MIB:.2f} MiB of --matrix-exchange-buffer-mb "
         + ("auto" if (bound := settings.exchange_buffer_mb) is None else f"{bound:.15g}")
         + _waves(plan)
+        + _gathered(buffers, plan.group.dp)
     )
+
+
+def _kept(plan: Plan, rule: MatrixRule) -> str:
+    """Memory of the momenta on the rank that holds most of them."""
+    held = max(
+        sum(p.ranges[dp][1] - p.ranges[dp][0] for p in plan.parameters)
+        for dp in range(plan.group.dp)
+    )
+    size = held * rule.momentum_dtype.itemsize / MIB
+    return f"; momenta take at most {size:.2f} MiB of a rank ({dtype_name(rule.momentum_dtype)})"
+
+
+def _gathered(buffers: Sequence[Any], dp: int) -> str:
+    """In which element types Megatron gathers the weights, and the bytes a rank sends for it.
+
+    Of MXFP8 weights that is bf16, through the gradient buffer; of other FP8 weights the codes.
+    """
+    sent: Counter[str] = Counter()
+    for buffer in buffers:
+        dtype = buffer.param_data.dtype
+        kind = "fp8" if dtype == torch.uint8 else dtype_name(dtype)
+        if dtype != buffer.param_dtype:
+            kind += " for mxfp8"
+        sent[kind] += buffer.numel * dtype.itemsize * (dp - 1) // dp
+    listed = " and ".join(f"{size / MIB:.2f} MiB {kind}" for kind, size in sent.items())
+    return f"; Megatron gathers weights in {listed}" if dp > 1 else ""
 
 
 def _waves(plan: Plan) -> str:
@@ -319,10 +349,10 @@ def _waves(plan: Plan) -> str:
 def adam_traffic_bytes(buffers: Sequence[Any], dp: int) -> int:
     """Bytes that a rank sends in Megatron's reduce-scatter of gradients and gather of parameters.
 
-    By the ring: (d - 1) / d of the buffer each way, in the dtypes of the buffers.
+    By the ring: (d - 1) / d of the buffer each way, in the dtypes in which they travel.
     """
     total = sum(
-        buffer.numel * (buffer.grad_dtype.itemsize + buffer.param_dtype.itemsize)
+        buffer.numel * (buffer.grad_dtype.itemsize + buffer.param_data.dtype.itemsize)
         for buffer in buffers
     )
     return int(total * (dp - 1) // dp)

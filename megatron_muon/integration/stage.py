@@ -99,6 +99,7 @@ def _dmuon(settings: MatrixConfig, device: torch.device) -> tuple[MatrixRule, Me
         scale_mode=settings.scale_mode,
         extra_scale_factor=settings.extra_scale_factor,
         compute_dtype=compute_dtype,
+        momentum_dtype=STATE_DTYPES[settings.momentum_dtype],
         exchange_dtype=resolve_exchange_dtype(settings.exchange_dtype, compute_dtype),
     )
 

@@ -11,12 +11,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_muon.config import OPTIMIZERS, MatrixConfig
 from megatron_muon.flags import FLAGS, value_problems
+from megatron_muon.integration.quantized import (
+    is_quantized,
+    quantized_kind_problem,
+    transformer_engine_problem,
+)
 from megatron_muon.integration.refusals import config_refusals, flag_refusals
 from megatron_muon.integration.stray_flags import stray_setting_problems
 from megatron_muon.linalg import coefficient_schedule
 from megatron_muon.placement import load_cost_table
 
-PARAM_DTYPES = (torch.float32, torch.bfloat16)
+PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PARAM_TYPES = (torch.nn.Parameter, FakeTensor)
 """Parameters that hold their own values; a fake one is that of a dry run."""
 
@@ -45,6 +50,8 @@ def flag_problems(args: Any, *, data_parallel_size: int) -> list[str]:
         data_parallel_size: Data-parallel times context-parallel size.
     """
     problems = list(flag_refusals(args))
+    if args.fp8_param_gather and (problem := transformer_engine_problem()) is not None:
+        problems.append(problem)
     if not args.use_distributed_optimizer and data_parallel_size > 1:
         problems.append(
             f"--optimizer {args.optimizer} at data-parallel size {data_parallel_size} needs "
@@ -182,12 +189,17 @@ def model_problems(model_chunks: Sequence[torch.nn.Module]) -> list[str]:
     for chunk in model_chunks:
         for name, parameter in chunk.named_parameters():
             is_plain = type(parameter) in PARAM_TYPES and parameter.dtype in PARAM_DTYPES
-            if parameter.requires_grad and not is_plain:
-                what = f"{type(parameter).__name__} of {parameter.dtype}"
-                sentence = (
-                    f"parameter {name} is a {what}; supported are plain parameters of fp32 or "
-                    "bf16: build the model without quantized or sharded weights"
-                )
+            if is_plain or not parameter.requires_grad:
+                continue
+            what = f"{type(parameter).__name__} of {parameter.dtype}"
+            sentence: str | None = (
+                f"parameter {name} is a {what}; supported are plain parameters of fp32, bf16 or "
+                "fp16, and Transformer Engine's FP8 tensors: build the model without sharded "
+                "weights"
+            )
+            if is_quantized(parameter):
+                sentence = quantized_kind_problem(name, parameter)
+            if sentence is not None:
                 kinds.setdefault(what, sentence)
         for name, module in chunk.named_modules():
             kind = type(module)

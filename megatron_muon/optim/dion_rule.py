@@ -78,6 +78,11 @@ class OrthDionRule:
         return torch.promote_types(self.exchange_dtype, torch.float32)
 
     @property
+    def momentum_dtype(self) -> torch.dtype:
+        """See ``MatrixRule``: M carries the error feedback."""
+        return torch.float32
+
+    @property
     def description(self) -> str:
         """See ``MatrixRule``."""
         compensated = ", times sqrt(smaller side / rank)" if self.rank_compensation else ""

@@ -31,7 +31,7 @@ from megatron_muon.exchange import (
 )
 from megatron_muon.linalg import PanelWork, Workspace, orthogonalize_, orthogonalize_panel_
 from megatron_muon.optim.muon_memory import MOST_ELEMENTS_AHEAD, is_in_place, matrices_at_once
-from megatron_muon.optim.rule import MatrixRange, add_all, decay_weights, range_of
+from megatron_muon.optim.rule import MOST_CONVERTED, MatrixRange, add_all, decay_weights, range_of
 from megatron_muon.placement import Panels
 from megatron_muon.placement.program import FlatPiece
 from megatron_muon.placement.schemes import SOURCE, UPDATE
@@ -45,11 +45,37 @@ def muon_step(rule: MuonRule, ranges: Sequence[MatrixRange | None], exchange: Ex
     """One step on this rank's flat ranges; see ``MatrixRule.step``."""
     owned = [r for r in ranges if r is not None]
     if owned:
-        torch._foreach_lerp_(
-            [r.momentum for r in owned], [r.grad for r in owned], 1.0 - rule.momentum
-        )
+        _update_momenta(rule, owned)
         decay_weights(owned)
     exchange.run(_Step(rule, ranges, exchange).wave)
+
+
+def _update_momenta(rule: MuonRule, ranges: Sequence[MatrixRange]) -> None:
+    """M ← β M + (1 − β) G; where M is kept in 16 bits, summed in fp32 and rounded to nearest.
+
+    1 − β is far above half a unit in the last place, so that nothing stalls.
+    """
+    weight = 1.0 - rule.momentum
+    if all(r.momentum.dtype == r.grad.dtype for r in ranges):
+        torch._foreach_lerp_([r.momentum for r in ranges], [r.grad for r in ranges], weight)
+        return
+    cut = [[torch.split(t, MOST_CONVERTED) for t in (r.momentum, r.grad)] for r in ranges]
+    parts = [pair for pieces in cut for pair in zip(*pieces, strict=True)]
+    group: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for number, pair in enumerate(parts, start=1):
+        group.append(pair)
+        held = sum(m.numel() for m, _ in group)
+        if number == len(parts) or held + parts[number][0].numel() > MOST_CONVERTED:
+            _sum_wide(group, weight)
+            group = []
+
+
+def _sum_wide(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], weight: float) -> None:
+    momenta, grads = (list(part) for part in zip(*pairs, strict=True))
+    wide = [torch.empty_like(grad) for grad in grads]
+    torch._foreach_copy_(wide, momenta)
+    torch._foreach_lerp_(wide, grads, weight)
+    torch._foreach_copy_(momenta, wide)
 
 
 class _Step:
@@ -139,16 +165,16 @@ class _Step:
             copy_all(places, momenta)
             return
         grads = [piece_of(r.grad, p) for r, p in zip(held, pieces, strict=True)]
-        if places[0].dtype == momenta[0].dtype:
+        if places[0].dtype == momenta[0].dtype == grads[0].dtype:
             copy_all(places, grads)
             torch._foreach_lerp_(places, momenta, self.rule.momentum)
             return
-        # What is sent is narrower: rounded once, after the sum.
+        # What is sent or kept is narrower: rounded once, after the sum.
         for place, grad, momentum in zip(places, grads, momenta, strict=True):
             count = max(1, MOST_ELEMENTS_AHEAD // max(1, place[0].numel()))
             parts = (torch.split(whole, count) for whole in (place, grad, momentum))
             for target, g, m in zip(*parts, strict=True):
-                target.copy_(torch.lerp(g, m, self.rule.momentum))
+                target.copy_(torch.lerp(g, m.to(g.dtype), self.rule.momentum))
 
     def _apply(self, pieces: Sequence[FlatPiece], updates: Sequence[torch.Tensor]) -> None:
         """W ← W − η O, weight decay being applied already."""

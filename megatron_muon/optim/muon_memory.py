@@ -48,6 +48,7 @@ class MuonMemory:
         held: Element type of messages and assembled matrices.
         compute: Element type of the iteration.
         looks_ahead: Whether what is sent is a sum (Nesterov).
+        momentum: Element type in which M is kept.
         segments: How an (m, n) matrix is iterated.
         device: Where.
     """
@@ -55,6 +56,7 @@ class MuonMemory:
     held: torch.dtype
     compute: torch.dtype
     looks_ahead: bool
+    momentum: torch.dtype
     segments: Callable[[int, int], Segments]
     device: torch.device
 
@@ -70,8 +72,9 @@ class MuonMemory:
 
     def _ahead(self, nbytes: int) -> int:
         """Bytes to fill in so many of B."""
-        is_summed = self.looks_ahead and self.held.itemsize < 4
-        return min(MOST_ELEMENTS_AHEAD, nbytes // self.held.itemsize) * 4 * is_summed
+        widened = self.momentum.itemsize < 4
+        sums = int(self.held.itemsize < 4 or widened) + int(widened) if self.looks_ahead else 0
+        return min(MOST_ELEMENTS_AHEAD, nbytes // self.held.itemsize) * 4 * sums
 
     def _converted(self, nbytes: int) -> int:
         """Bytes to add so many of the update to the weights."""

@@ -44,6 +44,7 @@ class MuonRule:
         extra_scale_factor: Further factor on the update.
         compute_dtype: Element type of the iteration.
         exchange_dtype: Element type of what is exchanged, and of the assembled matrices.
+        momentum_dtype: Element type in which M is kept.
     """
 
     momentum: float
@@ -54,6 +55,7 @@ class MuonRule:
     extra_scale_factor: float
     compute_dtype: torch.dtype
     exchange_dtype: torch.dtype = torch.float32
+    momentum_dtype: torch.dtype = torch.float32
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
@@ -124,6 +126,7 @@ class MuonRule:
             held=self.exchange_dtype,
             compute=self.compute_dtype,
             looks_ahead=self.nesterov,
+            momentum=self.momentum_dtype,
             segments=lambda m, n: self.segments(m, n, device),
             device=device,
         )

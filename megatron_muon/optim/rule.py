@@ -18,7 +18,7 @@ class MatrixRange:
 
     Attributes:
         master: Master weights, 1-D, updated in place.
-        momentum: M, same shape, updated in place.
+        momentum: M, same shape, updated in place; of the rule's ``momentum_dtype``.
         grad: Gradient after clipping, same shape; read only.
         lr: η.
         weight_decay: λ.
@@ -44,6 +44,10 @@ class MatrixRule(Protocol):
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Element type of every message, by ``Round.kind``."""
+
+    @property
+    def momentum_dtype(self) -> torch.dtype:
+        """Element type in which M is kept."""
 
     @property
     def description(self) -> str:

@@ -53,9 +53,12 @@ def save(
 ) -> None:
     """Save as Megatron does; all weights must have been gathered."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
 
     folder.mkdir(exist_ok=True)
     stored = content(chunks, optimizer, schedule, is_loading=False, kind=kind)
+    # As the writer does with tensors on a GPU.
+    force_all_tensors_to_non_fp8(stored)
     dist_checkpointing.save(stored, str(folder))
 
 
@@ -151,24 +154,29 @@ def state_names(name: str, parameter: torch.Tensor, to_adam: str) -> tuple[str, 
     return ("exp_avg", "exp_avg_sq")
 
 
-def whole_state(chunks: list[Any], optimizer: Any, to_adam: str = "") -> Whole:
+def whole_state(
+    chunks: list[Any], optimizer: Any, to_adam: str = "", *, only_masters: bool = False
+) -> Whole:
     """Whole tensors of all state of this rank's part of the model; all ranks call it.
 
     Args:
         chunks: Wrapped model chunks.
         optimizer: The optimizer.
         to_adam: Pattern of matrices that a rule sends to Adam.
+        only_masters: Whether to leave out what else is kept.
     """
     found: Whole = {}
     for bare, name, parameter, child, held in _held(chunks, optimizer):
         key = global_name(bare, name)
-        names = state_names(key, parameter, to_adam)
+        names = () if only_masters else state_names(key, parameter, to_adam)
         for state in ("fp32_param", *names):
             local = torch.zeros(parameter.numel())
             if held is not None:
                 local[held.start : held.end] = _states(child, parameter, names)[state]
             dist.all_reduce(local, group=child.data_parallel_group)
             found[state, key] = assemble(bare, name, parameter, local.view(parameter.shape))
+    if only_masters:
+        return found
     mine = [
         (name, factor.clone())
         for child in optimizer.chained_optimizers
@@ -217,7 +225,7 @@ def state_bytes(optimizer: Any) -> dict[Any, bytes]:
             found[key, "master"] = parameter.detach().numpy().tobytes()
             for name, value in child.optimizer.state[parameter].items():
                 if isinstance(value, torch.Tensor):
-                    found[key, name] = value.numpy().tobytes()
+                    found[key, name] = value.view(torch.uint8).numpy().tobytes()
     return found
 
 

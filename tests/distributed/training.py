@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,9 @@ from tests import tiny_gpt
 from tests.ranks import layout
 from tests.reference.muon import ReferenceAdamW, ReferenceMuon, clip
 from tests.reference.orth_dion import ReferenceOrthDion
-from tests.tiny_models import MODELS, SIZES, Layout, is_matrix
+from tests.te import loading
+from tests.te.weights import quantize_weights
+from tests.tiny_models import ALL_MODELS, SIZES, Layout, is_matrix
 from tests.whole_parameters import global_name, unwrapped
 
 LR, MIN_LR, WEIGHT_DECAY = 2e-2, 2e-3, 0.1
@@ -37,7 +41,7 @@ class Run(Layout):
     """One training run.
 
     Attributes:
-        model: Key of ``tests.tiny_models.MODELS``.
+        model: Key of ``tests.tiny_models.ALL_MODELS``.
         optimizer: ``dmuon`` or ``adam``.
         steps: Number of steps.
         overlap: Reduce and gather overlapped with backward and forward, several small buckets.
@@ -50,6 +54,13 @@ class Run(Layout):
         keep: What a rank returns: ``every`` step's gradients and weights, hashes and the ``last``
             weights, or ``losses`` and the last weights.
         options: Further options of ``build_gpt``.
+        fp8: Recipe by which linear weights are quantized; None for none.
+        te: Version of Transformer Engine that does it.
+        keep_bf16: Beginnings of names of modules whose weights are not quantized.
+        fp32_gradients: Dtype of the gradient buffers and of their reduction.
+        remember: Called with every model whose weights were quantized.
+        padded: Whether buckets end at a multiple of 2**16 elements, beyond what small ones hold.
+        loss_scale: First dynamic loss scale of fp16.
     """
 
     model: str = "gpt"
@@ -64,6 +75,13 @@ class Run(Layout):
     config: MatrixConfig = field(default_factory=lambda: MatrixConfig(min_dim=1))
     keep: str = "every"
     options: tuple[tuple[str, Any], ...] = ()
+    fp8: str | None = None
+    te: str = loading.VERSIONS[-1]
+    keep_bf16: tuple[str, ...] = ()
+    fp32_gradients: bool = True
+    remember: Callable[[Any], object] | None = None
+    padded: bool = False
+    loss_scale: float = 2.0**10
 
     @property
     def global_batch(self) -> int:
@@ -87,10 +105,12 @@ def build(run: Run) -> tuple[list[Any], Any, Any]:
         vpp=run.vpp,
         optimizer_instances=run.instances,
     )
+    if run.fp8 is not None:
+        loading.use(run.te)
     chunks = []
     for stage in range(run.vpp or 1):
         model = tiny_gpt.build_gpt(
-            **(SIZES | MODELS[run.model].options | dict(run.options)),
+            **(SIZES | ALL_MODELS[run.model].options | dict(run.options)),
             params_dtype=run.dtype,
             sequence_parallel=run.sequence_parallel and run.tp > 1,
             vp_stage=stage if run.vpp else None,
@@ -103,10 +123,22 @@ def build(run: Run) -> tuple[list[Any], Any, Any]:
                 bucket_size=3_000 if run.overlap else None,
                 num_distributed_optimizer_instances=run.instances,
                 disable_bucketing=stage > 0,
+                prepare=None if run.fp8 is None else partial(_quantize, run),
+                fp8_param_gather=run.fp8 is not None,
+                reuse_grad_buf_for_mxfp8_param_ag=run.fp8 == "mxfp8",
+                grad_reduce_in_fp32=run.fp32_gradients,
+                pad_buckets_for_high_nccl_busbw=run.padded,
             )
         )
     optimizer = make_optimizer(run, chunks)
     return chunks, optimizer, scheduler(optimizer, run)
+
+
+def _quantize(run: Run, model: Any) -> None:
+    assert run.fp8 is not None
+    quantize_weights(model, run.fp8, run.keep_bf16)
+    if run.remember is not None:
+        run.remember(model)
 
 
 def make_optimizer(run: Run, chunks: list[Any]) -> Any:
@@ -125,7 +157,12 @@ def make_optimizer(run: Run, chunks: list[Any]) -> Any:
         adam_eps=EPS,
         clip_grad=run.clip_grad,
         bf16=run.dtype == torch.bfloat16,
+        fp16=run.dtype == torch.float16,
+        initial_loss_scale=run.loss_scale,
+        hysteresis=1,
         params_dtype=run.dtype,
+        fp8_recipe=run.fp8,
+        reuse_grad_buf_for_mxfp8_param_ag=run.fp8 == "mxfp8",
         use_distributed_optimizer=True,
         overlap_param_gather=run.gathers_early,
         log_num_zeros_in_grad=True,
@@ -292,7 +329,7 @@ def reference_rule(
             extra_scale_factor=run.config.extra_scale_factor,
             coefficients=coefficients,
         )
-    model = MODELS[run.model]
+    model = ALL_MODELS[run.model]
     sides = {}
     for name, tensor in record["first"].items():
         if is_matrix(name, tensor):
@@ -334,7 +371,7 @@ def errors_against_reference(
     matrix_rule = reference_rule(run, record, coefficients)
     adamw = ReferenceAdamW(lr=run.lr, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
     before = record["first"]
-    model = MODELS[run.model]
+    model = ALL_MODELS[run.model]
     parts = {
         n: list(model.parts(n, t.shape).values()) for n, t in before.items() if is_matrix(n, t)
     }

@@ -14,7 +14,12 @@ import torch
 from megatron_muon.config import MatrixConfig
 from megatron_muon.integration.model_parameters import ModelParameter
 from megatron_muon.integration.plan_warnings import family_name
-from megatron_muon.integration.report import adam_traffic_bytes, startup_report, summarize
+from megatron_muon.integration.report import (
+    _gathered,
+    adam_traffic_bytes,
+    startup_report,
+    summarize,
+)
 from megatron_muon.integration.routes import RoutedParameter
 from megatron_muon.matrices import WHOLE, Packing, ParameterFacts, Rule, SplitMode, route
 from megatron_muon.optim import MuonRule
@@ -23,7 +28,12 @@ from tests.distributed.prescribed import Whole, gate_up
 from tests.unit.placement.stages import stage_of
 
 SETTINGS = MatrixConfig(exchange_buffer_mb=64.0, min_dim=1, split_min_gflop=0.0)
-BUFFER = SimpleNamespace(numel=2000, grad_dtype=torch.float32, param_dtype=torch.bfloat16)
+BUFFER = SimpleNamespace(
+    numel=2000,
+    grad_dtype=torch.float32,
+    param_dtype=torch.bfloat16,
+    param_data=torch.empty(0, dtype=torch.bfloat16),
+)
 
 
 def _routed(
@@ -211,8 +221,15 @@ def test_owners_waves_and_bytes_are_those_of_the_plan() -> None:
         f"exchange: at most {sent / 2**20:.2f} MiB sent by a rank and step "
         f"({sent / 16_000:.2f} x what AdamW's reduce and gather send); memory of a step at most "
         f"{peak / 2**20:.2f} MiB of --matrix-exchange-buffer-mb 64 (1 wave of whole matrices, 1 at "
-        "once; the largest matrix, 512x256, is sent in 0.50 MiB)"
+        "once; the largest matrix, 512x256, is sent in 0.50 MiB); Megatron gathers weights in 0.01 "
+        "MiB bfloat16; momenta take at most 1.00 MiB of a rank (float32)"
     )
+    # A third of twelve matrices, of which a TP rank has half.
+    assert 12 * 512 * 256 // 2 // 3 * 4 == 2**20
+    (line,) = (
+        line for line in _report(entries, dp=3, momentum_dtype=torch.bfloat16) if "owners, " in line
+    )
+    assert line.endswith("momenta take at most 0.50 MiB of a rank (bfloat16)")
     assert not any("warning" in line for line in lines)
     lines = _report(entries, dp=3, settings=replace(SETTINGS, exchange_buffer_mb=0.3000001))
     assert any("of --matrix-exchange-buffer-mb 0.3000001 (" in line for line in lines)
@@ -290,3 +307,25 @@ def test_a_model_without_matrices_says_so() -> None:
     lines = _report([], dp=2, extra=OTHERS)
     assert lines[-1] == "no parameter goes to the matrix optimizer: all are trained with Adam"
     assert not any("owners" in line or "update:" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("kept", "travels", "said", "sent"),
+    [
+        (torch.uint8, torch.uint8, "fp8", 2000 * (4 + 1)),
+        (torch.uint8, torch.bfloat16, "bfloat16 for mxfp8", 2000 * (4 + 2)),
+        (torch.float16, torch.float16, "float16", 2000 * (4 + 2)),
+    ],
+)
+def test_bytes_of_the_parameter_gather_are_those_that_travel(
+    kept: torch.dtype, travels: torch.dtype, said: str, sent: int
+) -> None:
+    buffer = SimpleNamespace(
+        numel=2000,
+        grad_dtype=torch.float32,
+        param_dtype=kept,
+        param_data=torch.empty(0, dtype=travels),
+    )
+    assert adam_traffic_bytes([buffer], dp=2) == sent // 2
+    assert _gathered([buffer], dp=2).endswith(f"gathers weights in 0.00 MiB {said}")
+    assert _gathered([buffer], dp=1) == ""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from megatron_muon.config import MatrixConfig
 from megatron_muon.flags import FLAGS
@@ -68,8 +69,17 @@ UNSUPPORTED = [
     ("--optimizer-cuda-graph", "--optimizer-cuda-graph", "remove the flag"),
     ("--use-megatron-fsdp", "--use-megatron-fsdp", "use --use-distributed-optimizer instead"),
     ("--use-torch-fsdp2", "--use-torch-fsdp2", "use --use-distributed-optimizer instead"),
-    ("--fp16", "--fp16", "use --bf16"),
-    ("--fp8-param-gather", "--fp8-param-gather", "remove the flag"),
+    ("--fp8-param-gather --fp8-recipe custom", "--fp8-recipe custom", "remove --fp8-param-gather"),
+    (
+        "--fp8-param-gather --fp8-recipe mxfp8",
+        "--reuse-grad-buf-for-mxfp8-param-ag is needed",
+        "add it",
+    ),
+    (
+        "--fp8-param-gather --moe-single-grouped-weight",
+        "--moe-single-grouped-weight",
+        "or --fp8-param-gather",
+    ),
     ("--fp4-param-gather", "--fp4-param-gather", "remove the flag"),
     (
         "--overlap-param-gather-with-optimizer-step",
@@ -139,7 +149,6 @@ UNSUPPORTED = [
             "--megatron-fsdp-max-pool-double-buffer",
         )
     ),
-    ("--reuse-grad-buf-for-mxfp8-param-ag", "--reuse-grad-buf-for-mxfp8", "remove the flag"),
 ]
 
 
@@ -153,7 +162,49 @@ SUPPORTED = [
     "--multi-latent-attention",
     "--mtp-num-layers 1",
     "--hybrid-layer-pattern M*",
+    "--fp16 --initial-loss-scale 65536 --hysteresis 1",
+    "--fp8-format hybrid --fp8-recipe custom",
+    *(
+        f"--fp8-format {form} --fp8-param-gather --fp8-recipe {recipe} --first-last-layers-bf16"
+        for form, recipe in (("hybrid", "delayed"), ("e4m3", "tensorwise"), ("e4m3", "blockwise"))
+    ),
+    "--fp8-format e4m3 --fp8-param-gather --fp8-recipe mxfp8 --reuse-grad-buf-for-mxfp8-param-ag",
+    "--moe-single-grouped-weight",
 ]
+
+
+@pytest.fixture(autouse=True)
+def transformer_engine(megatron: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Sets the version of Transformer Engine that Megatron finds."""
+    from megatron.core import utils
+
+    def found(version: str) -> None:
+        monkeypatch.setattr(utils, "get_te_version", lambda: Version(version))
+
+    found("2.20.2")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("version", "what"),
+    [
+        ("0.0.0", "none is installed"),
+        ("2.18.1", "2.18.1 is installed"),
+        ("2.21.0.dev0+abc", "2.21.0.dev0+abc is installed"),
+        ("2.19.0", None),
+        ("2.20.2+cu13", None),
+    ],
+)
+def test_quantized_weights_need_a_transformer_engine_that_was_tested(
+    parse: Parse, transformer_engine: Callable[[str], None], version: str, what: str | None
+) -> None:
+    transformer_engine(version)
+    args = parse(*DMUON, *FP8)
+    if what is None:
+        translate_arguments(args)
+        return
+    (problem,) = _problems(args)
+    assert what in problem and "--fp8-param-gather" in problem and "pip install" in problem
 
 
 @pytest.mark.parametrize("words", SUPPORTED)
@@ -161,6 +212,28 @@ def test_parallelism_and_models_of_megatron_are_not_refused(parse: Parse, words:
     args = parse(*DMUON, *words.split())
     translate_arguments(args)
     assert args.matrix_optimizer == "dmuon"
+
+
+FP8 = ("--fp8-format", "e4m3", "--fp8-param-gather", "--fp8-recipe", "blockwise")
+
+
+@pytest.mark.parametrize(
+    ("words", "is_said"),
+    [
+        ("--no-load-optim", True),
+        ("--finetune", True),
+        ("--pretrained-checkpoint x", True),
+        ("--no-load-optim --load-main-params-from-ckpt", False),
+        ("", False),
+    ],
+)
+def test_masters_of_quantized_weights_are_recommended_from_the_checkpoint(
+    parse: Parse, capsys: pytest.CaptureFixture[str], words: str, is_said: bool
+) -> None:
+    translate_arguments(parse(*DMUON, *FP8, *words.split()))
+    assert ("add --load-main-params-from-ckpt" in capsys.readouterr().out) is is_said
+    translate_arguments(parse(*DMUON, *words.split()))
+    assert "load-main-params" not in capsys.readouterr().out
 
 
 def test_instances_without_einops_are_refused(
@@ -269,14 +342,14 @@ def test_custom_coefficients_that_cannot_be_read_are_one_problem(parse: Parse) -
 
 def test_everything_that_is_wrong_is_said_together(parse: Parse) -> None:
     words = (
-        "--optimizer dmuon --fp16 --matrix-min-dim 0 --muon-tp-mode duplicated --muon-momentum 2 "
-        "--matrix-lr 1e-5 --matrix-rule *:x=1 --matrix-rule a:lr_mult=-1"
+        "--optimizer dmuon --qk-clip --matrix-min-dim 0 --muon-tp-mode duplicated "
+        "--muon-momentum 2 --matrix-lr 1e-5 --matrix-rule *:x=1 --matrix-rule a:lr_mult=-1"
     )
     args = parse(*words.split())
     problems = _problems(args)
     for sentence in (
         *(
-            "--fp16",
+            "--qk-clip",
             "--matrix-min-dim is 0",
             "--muon-tp-mode",
             "--muon-momentum is 2.0",
@@ -339,6 +412,7 @@ OF_DMUON = [
     "--dmuon-coefficients 1,2,3",
     "--dmuon-compute-dtype bf16",
     "--dmuon-exchange-dtype bf16",
+    "--matrix-momentum-dtype bf16",
     "--dmuon-split-ranks 8",
     "--dmuon-split-min-gflop 1",
     "--dmuon-cost-table x.json",
@@ -487,6 +561,7 @@ EVERYTHING = (
     "--muon-extra-scale-factor 0.5 --muon-coefficient-type custom --muon-num-ns-steps 4 "
     "--muon-no-split-qkv --matrix-no-split-gate-up --dmuon-coefficients 3,-2.5,0.5;1.5,-0.5,0 "
     "--dmuon-compute-dtype fp32 --dmuon-exchange-dtype bf16 --matrix-exchange-buffer-mb 64.5 "
+    "--matrix-momentum-dtype bf16 "
     "--matrix-lr 0.02 "
     "--matrix-min-lr 0.002 --matrix-weight-decay 0.3 --matrix-rule *.a:lr_mult=2 "
     "--matrix-rule *.b:optimizer=adam --matrix-no-split-mla --matrix-no-split-ssm "
@@ -523,6 +598,7 @@ def test_every_setting_is_read_from_its_flag(parse: Parse, tmp_path: Path) -> No
         min_dim=8,
         compute_dtype="fp32",
         exchange_dtype="bf16",
+        momentum_dtype="bf16",
         exchange_buffer_mb=64.5,
         split_ranks=4,
         split_min_gflop=2.5,

@@ -28,12 +28,16 @@ def tensors(seed: int) -> list[torch.Tensor]:
     return [torch.randn(6, generator=generator) for _ in range(3)]
 
 
-def combined(scalars: list[torch.Tensor], matrices: list[torch.Tensor]) -> CombinedOptimizer:
+def combined(
+    scalars: list[torch.Tensor],
+    matrices: list[torch.Tensor],
+    dtype: torch.dtype = torch.float32,
+) -> CombinedOptimizer:
     groups = [
         {"params": scalars, "lr": 0.1},
         {"params": matrices, "lr": 0.2, MATRIX_GROUP_KEY: "dmuon"},
     ]
-    optimizer = CombinedOptimizer(torch.optim.AdamW(groups, weight_decay=0.1), init_adam)
+    optimizer = CombinedOptimizer(torch.optim.AdamW(groups, weight_decay=0.1), init_adam, dtype)
 
     def step_matrices() -> None:
         for group in optimizer.param_groups:
@@ -113,3 +117,21 @@ def test_no_parameter_at_all() -> None:
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
     assert [group["step"] for group in optimizer.param_groups] == [1, 1]
+
+
+def test_momenta_keep_their_element_type_when_state_is_loaded() -> None:
+    """Loading by torch casts state to the element type of its parameter (DeepSpeed#7748)."""
+    mine = tensors(0)
+    optimizer = combined(mine[:2], mine[2:], torch.bfloat16)
+    optimizer.initialize_state(None)
+    momentum = optimizer.state[mine[2]][MOMENTUM]
+    assert momentum.dtype == torch.bfloat16
+    momentum.copy_(tensors(1)[0])
+    kept = momentum.clone()
+    stored = optimizer.state_dict()
+    again = combined(mine[:2], mine[2:], torch.bfloat16)
+    again.initialize_state(None)
+    again.load_state_dict(stored)
+    found = again.state[mine[2]][MOMENTUM]
+    assert found.dtype == torch.bfloat16 and torch.equal(found, kept)
+    assert again.state[mine[0]]["exp_avg"].dtype == torch.float32

@@ -1,0 +1,1 @@
+"""Transformer Engine's own Python on CPU: its CUDA extension is ``extension``."""
