@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from megatron_muon.checkpoint.errors import CheckpointError
-from megatron_muon.checkpoint.foreign import Foreign, read_foreign
+from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.foreign import Foreign, read_foreign
 
 MATRIX, VECTOR = "layer.weight", "layer.bias"
 

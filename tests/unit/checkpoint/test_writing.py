@@ -16,10 +16,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from megatron_muon.checkpoint import data_files
-from megatron_muon.checkpoint.errors import CheckpointError
-from megatron_muon.checkpoint.manifest import manifest_problems
-from megatron_muon.checkpoint.outputs import (
+from megatron_muon.offline import data_files
+from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.manifest import manifest_problems
+from megatron_muon.offline.outputs import (
     Bytes,
     OutBlob,
     OutChunk,
@@ -27,8 +27,8 @@ from megatron_muon.checkpoint.outputs import (
     OutTensor,
     copied,
 )
-from megatron_muon.checkpoint.reading import Checkpoint
-from megatron_muon.checkpoint.writing import write_checkpoint
+from megatron_muon.offline.reading import Checkpoint
+from megatron_muon.offline.writing import write_checkpoint
 from tests.unit.checkpoint.small_output import WHOLE, Given, names_in, output
 
 ROOT = Path(__file__).parents[3]

@@ -1,0 +1,1 @@
+"""The offline tool: inspect, convert, import, export and verify; no Megatron, no process group."""

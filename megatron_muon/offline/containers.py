@@ -1,0 +1,142 @@
+"""Where weights and optimizer state are in what ``torch.save`` wrote.
+
+Scripts nest weights and the state dicts of one or several optimizers in dicts and lists of their
+own making. Every tensor of a file must belong to one of them: state in a form that is not known
+must not pass for state that is absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.torch_files import Steps
+
+WEIGHTS: Final = ("model", "module", "model_state_dict", "state_dict", "weights")
+"""Keys under which scripts, torch's tutorials, Lightning and DeepSpeed keep weights."""
+
+FLAT_STATE, FLAT_GROUPS = "state.", "param_groups."
+"""Prefixes of a state dict that ``torch.distributed.checkpoint.state_dict`` has flattened."""
+
+
+@dataclass(kw_only=True)
+class Contents:
+    """What a file is made of.
+
+    Attributes:
+        weights: Keys that lead to the dict of weights, None without one.
+        optimizers: Keys that lead to the state dict of every optimizer, in the file's order.
+        unread: Entries that are neither and hold no tensor of either, such as ``epoch``.
+    """
+
+    weights: Steps | None = None
+    optimizers: list[Steps] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+
+
+def label(steps: Steps) -> str:
+    """An entry as one would write it: ``optimizers[0]``, ``app.model``."""
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
+    return text.removeprefix(".") or "the file itself"
+
+
+def find_contents(content: Any, path: Path) -> Contents:
+    """Find the weights and every optimizer.
+
+    Args:
+        content: What ``torch.load`` gave.
+        path: The file, for messages.
+
+    Raises:
+        CheckpointError: It holds a tensor that belongs to neither, or weights twice.
+    """
+    found = Contents()
+    if not _visit(content, (), found, path):
+        keys = content if isinstance(content, Mapping) else ()
+        raise CheckpointError(
+            f"{path} holds neither weights nor the state dict of an optimizer: its keys are "
+            f"{', '.join(sorted(map(str, keys))[:5]) or 'none'}."
+        )
+    return found
+
+
+def _visit(value: Any, steps: Steps, found: Contents, path: Path) -> bool:
+    """Whether it is, or holds, weights or an optimizer; these are put into ``found``."""
+    if is_flat(value):
+        found.optimizers.append(steps)
+        return True
+    if _is_weights(value, is_file=not steps) and (not steps or steps[-1] in WEIGHTS):
+        if found.weights is not None:
+            raise CheckpointError(
+                f"{path} has weights as {label(found.weights)} and as {label(steps)}: save it with "
+                "those alone that are to be imported."
+            )
+        found.weights = steps
+        found.unread += [label((*steps, k)) for k, v in value.items() if not is_weight(k, v)]
+        return True
+    if _is_tensor(value) and value.dim() and (value.is_floating_point() or value.is_complex()):
+        raise CheckpointError(
+            f"{path} has the tensor {label(steps)}, which is part of no weights "
+            f"({', '.join(WEIGHTS)}) and of no optimizer's state dict ('state' and 'param_groups', "
+            f"or flattened to '{FLAT_STATE}<name>.<field>'); save it without this entry."
+        )
+    is_optimizer = is_state_dict(value)
+    if is_optimizer:
+        found.optimizers.append(steps)
+    inner = [
+        (key, _visit(child, (*steps, key), found, path))
+        for key, child in _children(value)
+        if not (is_optimizer and key in ("state", "param_groups"))
+    ]
+    holds = is_optimizer or any(held for _, held in inner)
+    if holds:
+        found.unread += [label((*steps, key)) for key, held in inner if not held]
+    return holds
+
+
+def _children(value: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        return value.items()
+    return enumerate(value) if isinstance(value, list | tuple) else ()
+
+
+def is_state_dict(value: Any) -> bool:
+    """Whether it is what an optimizer's ``state_dict`` returns."""
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("state"), Mapping)
+        and isinstance(value.get("param_groups"), list | tuple)
+    )
+
+
+def is_flat(value: Any) -> bool:
+    """Whether it is such a state dict, flattened."""
+    return (
+        isinstance(value, Mapping)
+        and all(isinstance(key, str) for key in value)
+        and all(key.startswith((FLAT_STATE, FLAT_GROUPS)) for key in value)
+        and any(key.startswith(FLAT_STATE) for key in value)
+    )
+
+
+def is_weight(name: Any, value: Any) -> bool:
+    """Whether an entry of a model's state dict is a weight; a layer's extra state is none."""
+    return _is_tensor(value) and not str(name).endswith("_extra_state")
+
+
+def _is_weights(value: Any, *, is_file: bool) -> bool:
+    """Whether it looks like a model's state dict; a whole file must hold nothing but tensors."""
+    if not isinstance(value, Mapping):
+        return False
+    tensors = sum(_is_tensor(inner) for inner in value.values())
+    nested = any(isinstance(inner, Mapping) for inner in value.values())
+    return tensors > 0 and (tensors == len(value) if is_file else not nested)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)

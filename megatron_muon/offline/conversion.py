@@ -1,0 +1,382 @@
+"""``convert``: the optimizer state of one optimizer as that of another.
+
+Which parameter goes where is decided by the rules of training (``matrices.routing``). Weights are
+copied byte by byte, and so is every state that only changes its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_muon.checkpoint.names import (
+    ADAM_STATES,
+    MASTER,
+    MASTER_OF_ADAM,
+    MOMENTUM,
+    split_state_key,
+    state_key,
+)
+from megatron_muon.config import OPTIMIZERS
+from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.momenta import (
+    Convention,
+    adam_convention,
+    conversion_factor,
+    matrix_convention,
+)
+from megatron_muon.offline.outputs import (
+    Box,
+    OutBlob,
+    OutChunk,
+    Output,
+    OutTensor,
+    Zeros,
+    copied,
+    scaled,
+    zeros,
+)
+from megatron_muon.offline.param_groups import (
+    TargetGroups,
+    arguments,
+    content_metadata,
+    optimizer_state,
+    steps_of,
+)
+from megatron_muon.offline.parameters import (
+    StoredParameter,
+    model_tensors,
+    require_names,
+    stored_parameters,
+)
+from megatron_muon.offline.reading import Checkpoint, require_known
+from megatron_muon.offline.right_factors import factor_tensors
+from megatron_muon.offline.settings import ConvertSettings, saved_flags
+from megatron_muon.offline.source_state import Location, SourceState, source_state
+from megatron_muon.offline.target_routes import target_routes
+
+
+def plan_conversion(checkpoint: Checkpoint, settings: ConvertSettings) -> Output:
+    """Everything of the converted checkpoint; nothing is read but the index and the common state.
+
+    Args:
+        checkpoint: The source.
+        settings: What the user asks for.
+
+    Raises:
+        CheckpointError: It cannot be converted, with the reason.
+    """
+    return _Conversion(checkpoint, settings).output()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StatePlan:
+    """One state of one parameter: its source (None starts at zero), a factor, words on both."""
+
+    location: Location | None
+    factor: float
+    rule: str
+
+
+class _Conversion:
+    def __init__(self, checkpoint: Checkpoint, settings: ConvertSettings) -> None:
+        self.checkpoint, self.settings = checkpoint, settings
+        self.matrices_settings = settings.matrix
+        self.model = model_tensors(checkpoint)
+        # Model tensors without state (position buffers, frozen weights) are parameters to nobody.
+        self.parameters = stored_parameters(self.model, checkpoint.common)
+        require_names(self.parameters, checkpoint.common)
+        self.source: SourceState = source_state(checkpoint, self.parameters)
+        self.masters = self._masters()
+        self.target: Convention = (
+            Convention(kind="dion", factor=settings.matrix.momentum)
+            if settings.to == "orth_dion"
+            else Convention(kind="average", factor=0.0)
+        )
+        self.adam_source = adam_convention(self.source.groups)
+        self.matrix_source = matrix_convention(
+            self.source.optimizer, checkpoint.common, self.source.groups, settings.heavy_ball
+        )
+        trained = [parameter for _, found in self._trained() for parameter in found]
+        self.is_matrix = target_routes(trained, settings)
+        self.has_masters = self._has_masters()
+        self.zeros: list[str] = []
+        self.fresh_adam: list[str] = []
+
+    def _masters(self) -> dict[str, Location]:
+        """Master weights by parameter name.
+
+        Without ``--use-distributed-optimizer`` megatron-core saves none of fp32 weights, which are
+        masters themselves.
+        """
+        found = {}
+        for key, parameters in self.parameters.items():
+            for parameter in parameters:
+                states = self.source.states[parameter.name]
+                if MASTER in states:
+                    found[parameter.name] = states[MASTER]
+                elif states:
+                    info = self.model[key]
+                    if info.dtype != torch.float32:
+                        raise CheckpointError(
+                            f"this run saved no fp32 masters (there is none of {parameter.name}), "
+                            f"and its weights are {info.dtype}: save it with masters, for example "
+                            "of a run with --use-distributed-optimizer and "
+                            "--dist-ckpt-optim-fully-reshardable."
+                        )
+                    offset, shape = parameter.box()
+                    found[parameter.name] = Location(info=info, offset=offset, shape=shape)
+        return found
+
+    def _has_masters(self) -> bool:
+        """Whether the target stores masters: megatron-core's muon does not of fp32 weights."""
+        trained = [self.model[key].dtype for key, _ in self._trained()]
+        return self.settings.to != "muon" or any(dtype != torch.float32 for dtype in trained)
+
+    def _trained(self) -> Iterator[tuple[str, tuple[StoredParameter, ...]]]:
+        """Keys whose parameters have state, and these parameters."""
+        for key, found in self.parameters.items():
+            trained = tuple(p for p in found if p.name in self.masters)
+            if trained and len(trained) != len(found):
+                missing = next(p.name for p in found if p.name not in self.masters)
+                raise CheckpointError(
+                    f"{missing} has no master weights, and other layers of {key} have some."
+                )
+            if trained:
+                yield key, trained
+
+    # ---- tensors ------------------------------------------------------------------------------
+
+    def output(self) -> Output:
+        """The plan of everything."""
+        tensors: list[OutTensor] = []
+        for key, found in self._trained():
+            tensors += self._state_tensors(key, found)
+        stored = {tensor.key for tensor in tensors}  # weights that are masters, too
+        tensors += [
+            copied(info, key, "weight, copied")
+            for key, info in self.model.items()
+            if key not in stored
+        ]
+        if self.settings.to == "orth_dion":
+            for _, found in self._trained():
+                for parameter in found:
+                    tensors += self._right_factors(parameter)
+        # What the source keeps besides (random state as tensors, if ever): nothing is lost.
+        known = {tensor.key for tensor in tensors}
+        tensors += [
+            copied(info, key, "copied")
+            for key, info in self.checkpoint.tensors.items()
+            if key not in known and split_state_key(key) is None and key not in self.model
+        ]
+        return Output(
+            tensors=tuple(tensors),
+            blobs=self._blobs(),
+            common=self._common(),
+            common_in_file=self.settings.common_in_file(self.checkpoint.common.in_file),
+            backend=self.checkpoint.backend,
+            notes=tuple(self._notes()),
+        )
+
+    def _state_tensors(self, key: str, found: Sequence[StoredParameter]) -> Iterator[OutTensor]:
+        plans = {p.name: self._plans(p) for p in found}
+        kinds = {tuple(states) for states in plans.values()}
+        if len(kinds) == 1:
+            for state in next(iter(kinds)):
+                yield self._stacked(state, key, found, [plans[p.name][state] for p in found])
+            return
+        # Layers with different states are stored one by one, under their own names.
+        for parameter in found:
+            for state, plan in plans[parameter.name].items():
+                shape = parameter.facts.shape
+                yield OutTensor(
+                    key=self._key(state, parameter.name, is_matrix=self.is_matrix[parameter.name]),
+                    shape=shape,
+                    dtype=torch.float32,
+                    chunks=(_chunk(plan, (0,) * len(shape), shape),),
+                    rule=plan.rule,
+                )
+
+    def _key(self, state: str, name: str, *, is_matrix: bool) -> str:
+        if not self.has_masters:
+            return name if state == MASTER else state_key(state, name)
+        if self.settings.to == "muon":
+            # megatron-core chains an optimizer of matrices and Adam.
+            return f"chained_{0 if is_matrix else 1}.{state_key(state, name)}"
+        is_adams = self.settings.to == "adam" and state == MASTER
+        return state_key(MASTER_OF_ADAM if is_adams else state, name)
+
+    def _stacked(
+        self,
+        state: str,
+        key: str,
+        found: Sequence[StoredParameter],
+        plans: Sequence[_StatePlan],
+    ) -> OutTensor:
+        """One state of all layers and experts of a tensor of the model."""
+        is_matrix = self.is_matrix[found[0].name]
+        name, first = self._key(state, key, is_matrix=is_matrix), plans[0]
+        same = all(
+            (p.location and p.location.info) == (first.location and first.location.info)
+            and p.factor == first.factor
+            for p in plans
+        )
+        model = self.model[key]
+        if same and first.location is None:
+            return zeros(model, name, torch.float32, first.rule)
+        if same and first.location is not None and first.location.info.shape == model.shape:
+            info = first.location.info
+            if first.factor == 1.0 and info.dtype == torch.float32:
+                return copied(info, name, first.rule)
+            return scaled(info, name, first.factor, torch.float32, first.rule)
+        chunks = []
+        for parameter, plan in zip(found, plans, strict=True):
+            offset, shape = parameter.box()
+            chunks.append(_chunk(plan, offset, shape))
+        rules = dict.fromkeys(plan.rule for plan in plans)
+        return OutTensor(
+            key=name,
+            shape=model.shape,
+            dtype=torch.float32,
+            chunks=tuple(chunks),
+            rule="; ".join(rules),
+        )
+
+    # ---- one parameter ------------------------------------------------------------------------
+
+    def _plans(self, parameter: StoredParameter) -> dict[str, _StatePlan]:
+        name = parameter.name
+        master = self.masters[name]
+        is_weight = master.info.key in self.model
+        words = "master from the weight, there is no other" if is_weight else "master, copied"
+        if not self.has_masters:
+            words = "weight, copied" if is_weight else "weight, from the master"
+        plans = {MASTER: _StatePlan(location=master, factor=1.0, rule=words)}
+        states = self.source.states[name]
+        if self.is_matrix[name]:
+            plans[MOMENTUM] = self._momentum(name, states)
+            return plans
+        if all(state in states for state in ADAM_STATES):
+            for state in ADAM_STATES:
+                plans[state] = _StatePlan(
+                    location=states[state], factor=1.0, rule=f"{state}, copied"
+                )
+            return plans
+        # A first moment without its second one would make steps many times too large.
+        self.fresh_adam.append(name)
+        for state in ADAM_STATES:
+            plans[state] = self._zero(state, name)
+        return plans
+
+    def _momentum(self, name: str, states: Mapping[str, Location]) -> _StatePlan:
+        if self.settings.momentum_start == "zero":
+            return self._zero(MOMENTUM, name)
+        if MOMENTUM in states:
+            location, convention, said = states[MOMENTUM], self.matrix_source, MOMENTUM
+        elif ADAM_STATES[0] in states:
+            location, convention, said = states[ADAM_STATES[0]], self.adam_source, ADAM_STATES[0]
+        else:
+            return self._zero(MOMENTUM, name)
+        factor = conversion_factor(convention, self.target)
+        if factor is None:
+            return self._zero(MOMENTUM, name)
+        words = "copied" if factor == 1.0 else f"times {factor:.6g}"
+        return _StatePlan(location=location, factor=factor, rule=f"momentum from {said}, {words}")
+
+    def _zero(self, state: str, name: str) -> _StatePlan:
+        self.zeros.append(f"{state} of {name}")
+        return _StatePlan(location=None, factor=0.0, rule=f"{state} starts at zero")
+
+    def _right_factors(self, parameter: StoredParameter) -> Iterator[OutTensor]:
+        if not self.is_matrix[parameter.name]:
+            return
+        momentum = self._momentum_box(parameter)
+        yield from factor_tensors(parameter, self.settings, momentum, self.source.factors)
+
+    def _momentum_box(self, parameter: StoredParameter) -> Box | None:
+        states = self.source.states[parameter.name]
+        location = states.get(MOMENTUM) or states.get(ADAM_STATES[0])
+        if location is None or self.settings.momentum_start == "zero":
+            return None
+        return Box(key=location.info.key, offset=location.offset, shape=location.shape)
+
+    # ---- the rest -----------------------------------------------------------------------------
+
+    def _blobs(self) -> tuple[OutBlob, ...]:
+        return tuple(
+            OutBlob(key=key, content=place)
+            for key, place in self.checkpoint.blobs_to_pass_on().items()
+            if ".gbuf_idx_" not in key and "optimizer.distributed." not in key
+        )
+
+    def _common(self) -> dict[str, object]:
+        common = self.checkpoint.common
+        require_known(common.loaded, "the common state")
+        value = dict(common.value)
+        value["optimizer"] = optimizer_state(
+            self.source.groups,
+            TargetGroups(
+                optimizer=self.settings.to,
+                has_matrices=any(self.is_matrix.values()),
+                step=0 if self.fresh_adam else steps_of(self.source),
+                momentum=self._upstream_momentum() if self.settings.to == "muon" else 0.0,
+                has_masters=self.has_masters,
+                step_in_state=self.source.step_in_state,
+            ),
+            self.source.grad_scaler,
+        )
+        args = arguments(
+            common, self.settings.to, saved_flags(self.settings), has_masters=self.has_masters
+        )
+        if args is not None:
+            value["args"] = args
+        value["content_metadata"] = content_metadata(
+            common, self.settings.to, has_masters=self.has_masters
+        )
+        return value
+
+    def _upstream_momentum(self) -> float:
+        """β of megatron-core's muon, whose groups have it: that of the source, if it has one."""
+        is_muon = self.source.optimizer in ("muon", "dmuon") and self.settings.heavy_ball is None
+        if is_muon:
+            return self.matrix_source.known
+        return float(self.checkpoint.common.required("muon_momentum", "optimizer"))
+
+    def _notes(self) -> Iterator[str]:
+        lacking = [name for name, m in self.masters.items() if m.info.key in self.model]
+        if self.has_masters and lacking:
+            some = len(lacking) < len(self.masters)
+            of = f" of {len(lacking)} parameters ({lacking[0]}, …)" if some else ""
+            yield f"this run saved no fp32 masters{of}: those of the result are its fp32 weights"
+        if not self.has_masters:
+            yield "load it without --use-distributed-optimizer: megatron-core's muon is fp32 so"
+        if self.settings.to == "adam" and not self.checkpoint.common.argument(
+            "use_distributed_optimizer", True
+        ):
+            yield "load it with --use-distributed-optimizer, which the run that saved had not"
+        if self.zeros:
+            yield f"{len(self.zeros)} states start at zero:"
+            yield from (f"  {entry}" for entry in self.zeros)
+        if self.fresh_adam:
+            yield (
+                f"Adam starts anew on {len(self.fresh_adam)} parameters, so its step count starts "
+                "at 0 (bias correction)."
+            )
+        routers = [name for name in self.fresh_adam if ".router." in name]
+        if routers and self.settings.to in OPTIMIZERS:
+            yield (
+                "routers were trained as matrices and go to Adam here: to keep their momentum, "
+                "type --matrix-rule '*.router.weight:optimizer=matrix' (in training, too)."
+            )
+
+
+def _chunk(plan: _StatePlan, offset: tuple[int, ...], shape: tuple[int, ...]) -> OutChunk:
+    location = plan.location
+    if location is None:
+        return OutChunk(offset=offset, shape=shape, value=Zeros())
+    box = Box(
+        key=location.info.key, offset=location.offset, shape=location.shape, factor=plan.factor
+    )
+    return OutChunk(offset=offset, shape=shape, value=box)

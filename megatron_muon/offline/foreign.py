@@ -1,0 +1,363 @@
+"""State outside Megatron: what a file of ``torch.save`` holds, told from its content.
+
+``plain``: what ``export`` writes, ``{"model": {name: w}, "state": {name: {state: x}}, …}``.
+Weights and state dicts of optimizers in any containers (``containers``): a state dict is
+``{"state": {i or name: {…}}, "param_groups": […]}``, or the same flattened. The fields tell whose
+it is:
+
+``momentum_buffer``: torch.optim.Muon, an average (``buf.lerp_(grad, 1 - momentum)``); in a group
+with ``dampening``, torch.optim.SGD, a sum.
+``momentum``: Muon of microsoft/dion, a sum, M ← μ M + G.
+``momentum`` and ``Q``: its Dion; Q is the right factor.
+``momentum`` and ``variance``: its AdamW, averages.
+``exp_avg`` and ``exp_avg_sq``: torch.optim.AdamW, averages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import torch
+
+from megatron_muon.checkpoint.names import ADAM_STATES, MASTER, MOMENTUM, RIGHT_FACTOR
+from megatron_muon.offline.containers import (
+    FLAT_GROUPS,
+    FLAT_STATE,
+    find_contents,
+    is_flat,
+    is_weight,
+    label,
+)
+from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.momenta import Convention, Kind, factor_in_range
+from megatron_muon.offline.torch_files import Steps, at, read_torch_file
+
+PLAIN_FORMAT = "megatron_muon plain 1"
+_PLAIN_ENTRIES: Final = frozenset(
+    {"format", "iteration", "step", "names", "optimizer", "momentum", "model", "state"}
+)
+_PLAIN_STATES: Final = (MASTER, MOMENTUM, *ADAM_STATES, RIGHT_FACTOR)
+
+
+@dataclass(kw_only=True)
+class Foreign:
+    """Everything that a file holds.
+
+    Attributes:
+        path: The file.
+        weights: Where each weight is, by name.
+        states: Where each state is, by name and by our name of the state.
+        momenta: How the momentum of a name is kept.
+        steps: Numbers of steps that Adam has made, empty where the file does not say.
+        unread: Entries that are not used.
+    """
+
+    path: Path
+    weights: dict[str, Steps] = field(default_factory=dict)
+    states: dict[str, dict[str, Steps]] = field(default_factory=dict)
+    momenta: dict[str, Convention] = field(default_factory=dict)
+    steps: set[int] = field(default_factory=set)
+    unread: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> set[str]:
+        """All names of parameters."""
+        return self.weights.keys() | self.states.keys()
+
+    def tensor(self, steps: Steps) -> torch.Tensor:
+        """One of its tensors, on disk until it is used."""
+        found: torch.Tensor = at(read_torch_file(self.path), steps)
+        return found
+
+
+def read_foreign(
+    path: Path, *, names: Sequence[Sequence[str]] = (), heavy_ball: float | None = None
+) -> Foreign:
+    """Find everything in a file; no tensor is read.
+
+    Args:
+        path: The file.
+        names: For every optimizer that numbers its parameters, their names in that order.
+        heavy_ball: β when the user says that ``momentum_buffer`` is a sum.
+
+    Raises:
+        CheckpointError: It is no such file, has state in a form that is not known, or its
+            parameters have no names.
+    """
+    content = read_torch_file(path)
+    found = Foreign(path=path)
+    if isinstance(content, Mapping) and content.get("format") == PLAIN_FORMAT:
+        _require_names_for((), names, path)
+        _read_plain(content, found)
+    else:
+        contents = find_contents(content, path)
+        found.unread = contents.unread
+        if contents.weights is not None:
+            found.weights = {
+                name: (*contents.weights, name)
+                for name, value in at(content, contents.weights).items()
+                if is_weight(name, value)
+            }
+        states = {steps: at(content, steps) for steps in contents.optimizers}
+        numbered = [steps for steps, state in states.items() if _is_numbered(state, path)]
+        _require_names_for(numbered, names, path)
+        given = dict(zip(numbered, names, strict=False))
+        for steps, state in states.items():
+            if is_flat(state):
+                _read_flat(state, steps, found, heavy_ball)
+            else:
+                _read_state_dict(state, steps, found, given.get(steps), heavy_ball)
+    _require_dense(content, found)
+    return found
+
+
+def _is_numbered(state: Mapping[str, Any], path: Path) -> bool:
+    """Whether a state dict has parameters without names."""
+    return any(_names_of(group, path) is None for group in state.get("param_groups", ()))
+
+
+def _names_of(group: Any, path: Path) -> Sequence[Any] | None:
+    """Names of a group's parameters, None where they have numbers alone."""
+    keys = group.get("params") if isinstance(group, Mapping) else None
+    if not isinstance(keys, list) or not all(isinstance(key, int | str) for key in keys):
+        raise CheckpointError(f"{path} has a group of parameters that does not list them.")
+    names: Sequence[Any] | None = group.get("param_names")
+    return keys if names is None and all(isinstance(key, str) for key in keys) else names
+
+
+def _require_names_for(
+    numbered: Sequence[Steps], names: Sequence[Sequence[str]], path: Path
+) -> None:
+    if len(names) == len(numbered):
+        return
+    if not numbered:
+        raise CheckpointError(
+            f"--param-names has no effect: {path} names all its parameters; leave it out."
+        )
+    which = ", ".join(label(steps) for steps in numbered)
+    if len(numbered) == 1:
+        raise CheckpointError(
+            f"{path} numbers its parameters ({which}) and does not name them: name a file with "
+            "--param-names, one name to a line in the order in which the optimizer got them."
+        )
+    raise CheckpointError(
+        f"{path} numbers the parameters of {len(numbered)} optimizers ({which}), each from 0, and "
+        "does not name them: name a file with --param-names for each, in this order, one name to a "
+        f"line in the order in which the optimizer got them; there are {len(names)}."
+    )
+
+
+def _require_dense(content: Mapping[str, Any], found: Foreign) -> None:
+    """Refuse what is no tensor, or none whose elements are in the file."""
+    listed = dict(found.weights)
+    for name, states in found.states.items():
+        listed |= {f"{state} of {name}": steps for state, steps in states.items()}
+    for what, steps in listed.items():
+        value = at(content, steps)
+        is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)  # and no DTensor
+        kind = "" if is_plain else f"a {type(value).__name__}"
+        if not kind and (value.is_meta or value.layout != torch.strided or value.is_quantized):
+            kind = "a meta tensor" if value.is_meta else f"a {value.layout} or quantized tensor"
+        if kind or not isinstance(steps[-1], str):
+            raise CheckpointError(
+                f"{what} is {kind or 'no name'} in {found.path}, where a dense tensor belongs."
+            )
+
+
+def read_names(path: Path) -> list[str]:
+    """Names of parameters, one to a line.
+
+    Raises:
+        CheckpointError: The file cannot be read, or a name stands in it twice.
+    """
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"--param-names {path} cannot be read ({error}).") from error
+    names = [line for line in lines if line]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise CheckpointError(f"--param-names {path} names {twice[0]} twice.")
+    return names
+
+
+def _read_plain(content: Mapping[str, Any], found: Foreign) -> None:
+    strange = sorted(map(str, content.keys() - _PLAIN_ENTRIES))
+    if strange:
+        raise CheckpointError(
+            f"{found.path} says that export wrote it, and has the entry {strange[0]}, which export "
+            "does not write."
+        )
+    weights, states = content.get("model"), content.get("state")
+    if not isinstance(weights, Mapping) or not isinstance(states, Mapping):
+        raise CheckpointError(f"{found.path} lacks its model or its state.")
+    found.weights = {name: ("model", name) for name in weights}
+    convention = _plain_convention(content.get("momentum"), found.path)
+    for name, kept in states.items():
+        strange = [s for s in kept if not str(s).startswith(_PLAIN_STATES)]
+        if strange:
+            raise CheckpointError(
+                f"{found.path} has the state {strange[0]} of {name}, which is none of "
+                f"{', '.join(_PLAIN_STATES)}."
+            )
+        found.states[name] = {state: ("state", name, state) for state in kept}
+        found.momenta[name] = convention
+    step = content.get("step")
+    found.steps = set() if step is None else {_step(step, found.path)}
+
+
+def _plain_convention(about: Any, path: Path) -> Convention:
+    if about is None:  # there should be no momenta
+        unsaid = f"{path} does not say how its momenta are kept (momentum: kind and factor)"
+        return Convention(kind="average", factor=None, unsaid=unsaid)
+    kind: Any = about.get("kind") if isinstance(about, Mapping) else None
+    if kind not in get_args(Kind):
+        raise CheckpointError(
+            f"{path} says that its momentum is {about!r}; its kind is one of "
+            f"{', '.join(get_args(Kind))}, with a factor."
+        )
+    return Convention(kind=kind, factor=factor_in_range(about.get("factor"), "the factor"))
+
+
+def _step(value: Any, path: Path) -> int:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < 1 << 53:
+        raise CheckpointError(f"{path} says step {value!r}, which is no number of steps.")
+    return int(value)
+
+
+def _read_state_dict(
+    state: Mapping[str, Any],
+    before: Steps,
+    found: Foreign,
+    given: Sequence[str] | None,
+    heavy_ball: float | None,
+) -> None:
+    named = dict(_named(state["param_groups"], given, found.path))
+    for key, kept in state["state"].items():
+        if not isinstance(kept, Mapping) or key not in named:
+            what = "is in none of its groups" if key not in named else "is no dict"
+            raise CheckpointError(f"{found.path} has state of parameter {key}, which {what}.")
+        name, group = named[key]
+        fields = {field: (*before, "state", key, field) for field in kept}
+        _put(found, name, fields, kept, group, heavy_ball)
+
+
+def _read_flat(
+    state: Mapping[str, Any], before: Steps, found: Foreign, heavy_ball: float | None
+) -> None:
+    """``state.<name>.<field>`` and ``param_groups.<name>.<option>``."""
+    kept: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in state.items():
+        prefix = FLAT_STATE if key.startswith(FLAT_STATE) else FLAT_GROUPS
+        name, _, field_ = key.removeprefix(prefix).rpartition(".")
+        (kept if prefix == FLAT_STATE else groups).setdefault(name, {})[field_] = value
+    for name, values in kept.items():
+        fields = {field_: (*before, f"{FLAT_STATE}{name}.{field_}") for field_ in values}
+        _put(found, name, fields, values, groups.get(name, {}), heavy_ball)
+
+
+def _put(
+    found: Foreign,
+    name: str,
+    fields: Mapping[str, Steps],
+    values: Mapping[str, Any],
+    group: Mapping[str, Any],
+    heavy_ball: float | None,
+) -> None:
+    """State of one parameter; a field that is None holds nothing."""
+    where = {field: steps for field, steps in fields.items() if values[field] is not None}
+    states, convention = _translated(name, where, group, heavy_ball)
+    if name in found.states:
+        raise CheckpointError(f"{found.path} has state of {name} twice.")
+    found.states[name] = states
+    if convention is not None:
+        found.momenta[name] = convention
+    step = values.get("step", group.get("step"))
+    if step is not None and ADAM_STATES[0] in states:
+        found.steps.add(_step(step, found.path))
+
+
+def _named(
+    groups: Sequence[Mapping[str, Any]], given: Sequence[str] | None, path: Path
+) -> Iterator[tuple[int | str, tuple[str, Mapping[str, Any]]]]:
+    """(key in the state, (name, group)) of every parameter."""
+    taken = 0
+    for group in groups:
+        names, keys = _names_of(group, path), group["params"]
+        taken += len(keys)
+        if names is None:
+            assert given is not None  # _require_names_for
+            wrong = [key for key in keys if not isinstance(key, int) or not 0 <= key < len(given)]
+            if wrong:
+                raise CheckpointError(
+                    f"--param-names has {len(given)} names, and {path} has parameter {wrong[-1]}, "
+                    "counted from 0."
+                )
+            names = [given[key] for key in keys]
+        if len(names) != len(keys):
+            raise CheckpointError(f"{path} has {len(keys)} parameters and {len(names)} names.")
+        for key, name in zip(keys, names, strict=True):
+            yield key, (str(name), group)
+    if given is not None and len(given) > taken:
+        raise CheckpointError(
+            f"--param-names has {len(given)} names, and {path} has {taken} parameters."
+        )
+
+
+def _translated(
+    name: str, where: Mapping[str, Steps], group: Mapping[str, Any], heavy_ball: float | None
+) -> tuple[dict[str, Steps], Convention | None]:
+    """State of one parameter under our names, and how its momentum is kept."""
+    fields = set(where) - {"step"}
+    if fields == set(ADAM_STATES):
+        return {state: where[state] for state in ADAM_STATES}, None
+    if fields == {"momentum", "variance"}:
+        return dict(zip(ADAM_STATES, (where["momentum"], where["variance"]), strict=True)), None
+    if fields == {"momentum_buffer"}:
+        if heavy_ball is not None:
+            return {MOMENTUM: where["momentum_buffer"]}, Convention(kind="sum", factor=heavy_ball)
+        beta = _factor(group, "momentum", name)
+        is_sgd = "dampening" in group
+        if is_sgd and group["dampening"]:
+            raise CheckpointError(
+                f"the group of {name} has dampening {group['dampening']!r}, so its momentum is "
+                "neither an average nor a sum of gradients; type --heavy-ball BETA to take it for "
+                "a sum."
+            )
+        kind: Kind = "sum" if is_sgd else "average"
+        return {MOMENTUM: where["momentum_buffer"]}, Convention(kind=kind, factor=beta)
+    if fields == {"momentum", "Q"}:
+        mu = _factor(group, "mu", name)
+        found = {MOMENTUM: where["momentum"], RIGHT_FACTOR: where["Q"]}
+        return found, Convention(kind="dion", factor=mu)
+    if fields == {"momentum"}:
+        mu = _factor(group, "mu", name)
+        return {MOMENTUM: where["momentum"]}, Convention(kind="sum", factor=mu)
+    if not fields:
+        return {}, None
+    listed = ", ".join(sorted(map(str, fields)))
+    raise CheckpointError(
+        f"the state of {name} has the fields {listed}, which are those of no "
+        "optimizer that is known: torch.optim.Muon, SGD, AdamW, or Muon and Dion of microsoft/dion."
+    )
+
+
+def _factor(group: Mapping[str, Any], key: str, name: str) -> float:
+    value = group.get(key)
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = float(value)
+    if isinstance(value, int | float) and 0.0 <= float(value) < 1.0:
+        return float(value)
+    found = "" if value is None else f", which is {value!r}"
+    more = "; type --heavy-ball BETA if it is a sum of gradients" if key == "momentum" else ""
+    raise CheckpointError(
+        f"the group of {name} does not say its momentum's factor in [0, 1) as {key}{found}{more}."
+    )

@@ -1,0 +1,352 @@
+"""A distributed checkpoint (PyTorch DCP as Megatron writes it), opened without a process group.
+
+Source of the format: ``torch.distributed.checkpoint`` (``FileSystemWriter``, ``Metadata``) and
+megatron-core's ``dist_checkpointing.strategies.torch``.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+
+from megatron_muon.offline.common_state import CommonState
+from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.index import INDEX_FILE, Chunk, Place, TensorInfo, read_index
+from megatron_muon.offline.run_config import RUN_CONFIG_FILE, read_run_config
+from megatron_muon.offline.safe_pickle import Loaded, load_torch
+
+BACKEND_FILE = "metadata.json"
+COMMON_FILE = "common.pt"
+COMMON_KEY = "common_state/shard_0_1"
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def find_folder(path: Path, step: int | None = None) -> Path:
+    """The folder of one iteration.
+
+    Args:
+        path: That folder itself, or the one that a run saves into.
+        step: Iteration; None for the last one.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder.")
+    if (path / INDEX_FILE).exists() or (path / BACKEND_FILE).exists():
+        if step is not None and path.name != f"iter_{step:07d}":
+            raise CheckpointError(
+                f"{path} is a checkpoint itself, and --step {step} asks for another."
+            )
+        return path
+    there = ", ".join(sorted(entry.name for entry in path.glob("iter_*")))
+    if step is None:
+        if re.fullmatch(r"iter_\d+|release", path.name):
+            raise CheckpointError(
+                f"{path} is no finished checkpoint: neither .metadata nor metadata.json is in it."
+            )
+        last = last_step(path)
+        if last is None:
+            raise CheckpointError(
+                f"{path} is no checkpoint, and no folder that runs save into: it holds neither "
+                f"{INDEX_FILE} nor {TRACKER}{f', but {there}: name one of them' if there else ''}."
+            )
+        if last == "release":
+            return _existing(path / "release", there)
+        step = int(last)
+    return _existing(path / f"iter_{step:07d}", there)
+
+
+def _existing(folder: Path, there: str) -> Path:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"there is no {folder.name} in {folder.parent}; there is {there or 'no iteration'}."
+        )
+    return folder
+
+
+def last_step(root: Path) -> int | Literal["release"] | None:
+    """The iteration that a run loads from a folder, None where it does not say.
+
+    Raises:
+        CheckpointError: What it says is none.
+    """
+    tracker = root / TRACKER
+    if not tracker.exists():
+        return None
+    try:
+        text = tracker.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError as error:
+        raise CheckpointError(f"{tracker} cannot be read ({error.strerror or error}).") from error
+    if text == "release":
+        return "release"
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise CheckpointError(f"{tracker} holds {text[:40]!r}, which is no iteration.")
+    return int(text)
+
+
+class Checkpoint:
+    """A checkpoint of one iteration; opening it reads the index only.
+
+    Attributes:
+        folder: The folder that holds ``.metadata``.
+        tensors: Everything known of each tensor, by key.
+        blobs: Where each entry is that is no tensor, by key.
+        backend: Content of ``metadata.json``.
+
+    Args:
+        path: The folder of an iteration, or the one that a run saves into.
+        step: Iteration; None for the last one.
+        run_config: A ``run_config.yaml``; None for the one that is in the folder, if any.
+
+    Raises:
+        CheckpointError: It is missing, incomplete, damaged or of another format.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        step: int | None = None,
+        run_config: Path | None = None,
+    ) -> None:
+        self._run_config = run_config
+        self.folder = find_folder(Path(path), step)
+        self.backend = _read_backend(self.folder)
+        index = read_index(self.folder)
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(index.tensors)
+        self.blobs: Mapping[str, Place] = MappingProxyType(index.blobs)
+        _require_whole_files(self.folder, index.file_sizes())
+
+    def __reduce__(self) -> Any:
+        return Checkpoint, (self.folder,)
+
+    # ---- tensors ------------------------------------------------------------------------------
+
+    def read(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A whole tensor, in its own or another element type.
+
+        Raises:
+            CheckpointError: There is no such tensor, or its data are damaged.
+        """
+        info = self._info(key)
+        return self.read_box(key, [0] * len(info.shape), info.shape, dtype)
+
+    def read_box(
+        self,
+        key: str,
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """A box of a tensor, put together from the chunks that touch it, one at a time.
+
+        Args:
+            key: Of the tensor.
+            offsets: First index along every axis.
+            sizes: Size along every axis.
+            dtype: Of the result; None for the tensor's own.
+
+        Raises:
+            CheckpointError: There is no such tensor or box, or the data are damaged.
+        """
+        info = self._info(key)
+        ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+        if any(o < 0 or e > n for o, e, n in zip(offsets, ends, info.shape, strict=True)):
+            raise CheckpointError(f"{key} of shape {info.shape} has no box {offsets} to {ends}.")
+        result: torch.Tensor | None = None
+        covered = 0
+        for chunk in info.chunks:
+            low = [max(a, b) for a, b in zip(offsets, chunk.offset, strict=True)]
+            high = [min(a, b) for a, b in zip(ends, chunk.end, strict=True)]
+            if any(a >= b for a, b in zip(low, high, strict=True)):
+                continue
+            values = self.read_chunk(key, chunk)
+            covered += math.prod(b - a for a, b in zip(low, high, strict=True))
+            if tuple(chunk.offset) == tuple(offsets) and chunk.shape == tuple(sizes):
+                return values if dtype is None else values.to(dtype)
+            if result is None:
+                result = torch.empty(tuple(sizes), dtype=dtype or info.dtype)
+            there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
+            here = tuple(
+                slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offset, strict=True)
+            )
+            result[there] = values[here]
+        if covered != math.prod(sizes):
+            raise CheckpointError(
+                f"the chunks of {key} cover {covered} of the {math.prod(sizes)} elements asked for."
+            )
+        return torch.empty(tuple(sizes), dtype=dtype or info.dtype) if result is None else result
+
+    def read_chunk(self, key: str, chunk: Chunk) -> torch.Tensor:
+        """One stored piece of a tensor, of the chunk's shape.
+
+        Raises:
+            CheckpointError: The data are damaged, or not what the index says.
+        """
+        info = self._info(key)
+        source = f"{key} in {chunk.place.file}"
+        with self._window(chunk.place) as window:
+            values = _read_tensor(window, source)
+        if values.dtype != info.dtype or values.numel() != math.prod(chunk.shape):
+            raise CheckpointError(
+                f"{source} is {values.dtype} {tuple(values.shape)}, and the index says "
+                f"{info.dtype} {chunk.shape}."
+            )
+        return values.reshape(chunk.shape)
+
+    def _info(self, key: str) -> TensorInfo:
+        if key not in self.tensors:
+            raise CheckpointError(f"{self.folder} holds no tensor {key}.")
+        return self.tensors[key]
+
+    # ---- the rest -----------------------------------------------------------------------------
+
+    def read_blob(self, key: str) -> Loaded:
+        """An entry that is no tensor: random state, extra state, a sharded object."""
+        place = self.blobs[key]
+        with self._window(place) as window:
+            return load_torch(window, source=f"{key} in {place.file}")
+
+    def blobs_to_pass_on(self) -> dict[str, Place]:
+        """All entries but tensors and the common state.
+
+        Raises:
+            CheckpointError: One refers to what has no business in a checkpoint.
+        """
+        found = {key: place for key, place in self.blobs.items() if key != COMMON_KEY}
+        for key in found:
+            require_known(self.read_blob(key), key)
+        return found
+
+    def _window(self, place: Place) -> io.BufferedReader:
+        return io.BufferedReader(_Window(self.folder / place.file, place.start, place.length))
+
+    @cached_property
+    def common(self) -> CommonState:
+        """The common state, from whichever home it has.
+
+        Raises:
+            CheckpointError: It is missing, or no dict.
+        """
+        path = self.folder / COMMON_FILE
+        if path.exists():
+            with path.open("rb") as stream:
+                loaded = load_torch(stream, source=COMMON_FILE)
+        elif COMMON_KEY in self.blobs:
+            loaded = self.read_blob(COMMON_KEY)
+        else:
+            raise CheckpointError(
+                f"{self.folder} has no common state: neither {COMMON_FILE} nor {COMMON_KEY}."
+            )
+        value = loaded.value
+        if isinstance(value, list) and len(value) == 1:
+            value = value[0]  # a sharded object stands in a list
+        if not isinstance(value, dict):
+            raise CheckpointError(f"the common state of {self.folder} is a {type(value).__name__}.")
+        return CommonState(
+            in_file=path.exists(),
+            loaded=Loaded(value=value, inert=loaded.inert),
+            run_config=self._read_run_config(has_args=value.get("args") is not None),
+        )
+
+    def _read_run_config(self, *, has_args: bool) -> Mapping[str, Any] | None:
+        own = self.folder / RUN_CONFIG_FILE
+        if self._run_config is not None:
+            return read_run_config(self._run_config)
+        return read_run_config(own) if own.exists() and not has_args else None
+
+
+def require_known(loaded: Loaded, what: str) -> None:
+    """Refuse to pass on what names functions or classes of strangers.
+
+    Raises:
+        CheckpointError: It does.
+    """
+    if loaded.foreign:
+        raise CheckpointError(
+            f"{what} refers to {loaded.foreign[0]}, which has no business in a checkpoint; it was "
+            "not run, and is not passed on."
+        )
+
+
+def _read_backend(folder: Path) -> dict[str, Any]:
+    path = folder / BACKEND_FILE
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} is no finished checkpoint: its metadata.json is missing."
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
+    backend = found.get("sharded_backend") if isinstance(found, dict) else None
+    if backend != "torch_dist":
+        raise CheckpointError(
+            f"{path} says sharded_backend {backend!r}; only torch_dist can be read "
+            "(--ckpt-format torch_dist)."
+        )
+    return dict(found)
+
+
+def _require_whole_files(folder: Path, sizes: Mapping[str, int]) -> None:
+    for name, size in sorted(sizes.items()):
+        path = folder / name
+        if not path.exists():
+            raise CheckpointError(f"{folder} is incomplete: its file {name} is missing.")
+        found = path.stat().st_size
+        if found < size:
+            raise CheckpointError(
+                f"{folder} is damaged: its file {name} has {found:,} bytes, and its index says "
+                f"{size:,}."
+            )
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, path: Path, start: int, length: int) -> None:
+        self._stream = path.open("rb", buffering=0)
+        self._start, self._length, self._at = start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = max(0, min(len(buffer), self._length - self._at))
+        self._stream.seek(self._start + self._at)
+        count = self._stream.readinto(memoryview(buffer)[:wanted]) or 0
+        self._at += count
+        return count
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+def _read_tensor(window: io.BufferedReader, source: str) -> torch.Tensor:
+    """One tensor that ``torch.save`` wrote."""
+    value = load_torch(window, source=source).value
+    if not isinstance(value, torch.Tensor):
+        raise CheckpointError(f"{source} is a {type(value).__name__} where a tensor belongs.")
+    return value.detach()

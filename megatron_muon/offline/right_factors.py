@@ -1,0 +1,183 @@
+"""Orth-Dion's right factors of a checkpoint that has none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron_muon.checkpoint.names import RIGHT_FACTOR, state_key
+from megatron_muon.linalg import full_precision_matmul, gram
+from megatron_muon.matrices import SplitMode, intervals, merged_rule
+from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.index import TensorInfo
+from megatron_muon.offline.outputs import Box, OutChunk, OutTensor, copied
+from megatron_muon.offline.parameters import StoredParameter
+from megatron_muon.offline.reading import Checkpoint
+from megatron_muon.offline.settings import ConvertSettings, no_split_flag
+from megatron_muon.optim.dion_rule import OrthDionRule, seeded_right_factor
+
+EXACT_SIDE = 256
+"""Up to this short side the eigenvectors of the Gram matrix are computed."""
+
+ITERATIONS = 3
+"""Of the subspace iteration above it; it starts from the seeded V and need not converge, for every
+step of Orth-Dion is one more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogicalRows:
+    """The rows of one logical matrix in its parameter.
+
+    Attributes:
+        name: Name of the matrix, under which its factor is stored.
+        rows: Half-open row intervals.
+        shape: (m, n) of the matrix.
+    """
+
+    name: str
+    rows: tuple[tuple[int, int], ...]
+    shape: tuple[int, int]
+
+
+def logical_rows(parameter: StoredParameter, split: SplitMode) -> Iterator[LogicalRows]:
+    """The matrices of a parameter, named as ``matrices.logical_matrices`` names them."""
+    rows, cols = parameter.facts.shape
+    for part, found in intervals(parameter.packing, rows, split).items():
+        yield LogicalRows(
+            name=f"{parameter.name}[{part}]" if part else parameter.name,
+            rows=tuple(found),
+            shape=(sum(stop - start for start, stop in found), cols),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeededFactor:
+    """The V that training starts with.
+
+    Attributes:
+        name: Name of the matrix.
+    """
+
+    name: str
+
+    def tensor(
+        self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """V (short side, rank)."""
+        return seeded_right_factor(self.name, shape[0], shape[1], dtype=dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeadingFactor:
+    """The leading right singular subspace of a momentum.
+
+    Attributes:
+        matrix: The logical matrix.
+        momentum: The whole parameter's momentum, or what is proportional to it.
+        parameter_shape: Shape of the parameter.
+    """
+
+    matrix: LogicalRows
+    momentum: Box
+    parameter_shape: tuple[int, ...]
+
+    def tensor(
+        self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """V (short side, rank); the seeded one of a momentum that is zero."""
+        start = seeded_right_factor(self.matrix.name, shape[0], shape[1])
+        whole = self.momentum.tensor(source, self.parameter_shape, torch.float32)
+        matrix = torch.cat([whole[first:last] for first, last in self.matrix.rows])
+        del whole
+        return leading_right_subspace(matrix, start).to(dtype)
+
+
+def leading_right_subspace(matrix: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    """Orthonormal basis of the leading right singular subspace of a matrix with m >= n.
+
+    A matrix with m < n is transposed first, as Orth-Dion does.
+
+    Args:
+        matrix: (m, n), fp32.
+        start: (short side, rank), where a subspace iteration starts.
+
+    Returns:
+        (short side, rank), fp32; ``start`` itself when the matrix is zero or not finite.
+    """
+    m, n = matrix.shape
+    tall = matrix if m >= n else matrix.T
+    size = tall.abs().max()
+    if not torch.isfinite(size) or size == 0:
+        return start
+    tall = tall / size
+    with full_precision_matmul():
+        if tall.shape[1] <= EXACT_SIDE:
+            _, vectors = torch.linalg.eigh(tall.T.double() @ tall.double())
+            leading: torch.Tensor = vectors[:, -start.shape[1] :].flip(1).float()
+            return leading.contiguous()
+        # Once, and by half: cheaper than two products with a tall matrix in every iteration.
+        side = tall.shape[1]
+        gram32 = tall.new_empty(side, side)
+        gram(tall.T.contiguous().unsqueeze(0), out=gram32.unsqueeze(0))
+        basis = start
+        for _ in range(ITERATIONS):
+            basis = torch.linalg.qr(gram32 @ basis).Q
+        return basis.contiguous()
+
+
+def factor_tensors(
+    parameter: StoredParameter,
+    settings: ConvertSettings,
+    momentum: Box | None,
+    kept: Mapping[str, TensorInfo],
+) -> Iterator[OutTensor]:
+    """The right factors of all matrices of a parameter.
+
+    Args:
+        parameter: The parameter.
+        settings: What the conversion was told.
+        momentum: Its momentum, None when that starts at zero.
+        kept: Right factors of the source; one of the right shape is copied.
+
+    Raises:
+        CheckpointError: The matrices of the parameter are not known.
+    """
+    matrix_settings = settings.matrix
+    rule = merged_rule(matrix_settings.rules, parameter.name)
+    split = matrix_settings.split_of(parameter.family, parameter.packing, rule)
+    if parameter.problem and split != "none":
+        raise CheckpointError(
+            f"{parameter.name} cannot be cut into its matrices: {parameter.problem}; or keep all "
+            f"such weights one matrix each with {no_split_flag(parameter.family)}, or send it to "
+            f"Adam with --matrix-rule '{parameter.name}:optimizer=adam', in training, too."
+        )
+    ranks = OrthDionRule(
+        rank_fraction=matrix_settings.rank_fraction,
+        rank_multiple_of=matrix_settings.rank_multiple_of,
+        scale_mode=matrix_settings.scale_mode,
+    )
+    for matrix in logical_rows(parameter, split):
+        m, n = matrix.shape
+        shape = (min(m, n), ranks.rank(m, n))
+        key = state_key(RIGHT_FACTOR, matrix.name)
+        known = kept.get(matrix.name)
+        if known is not None and known.shape == shape and known.dtype == settings.v_dtype:
+            yield copied(known, key, "V, copied")
+            continue
+        value: SeededFactor | LeadingFactor
+        if momentum is None or settings.right_factor == "seeded":
+            value, words = SeededFactor(name=matrix.name), "the seeded start"
+        else:
+            value = LeadingFactor(
+                matrix=matrix, momentum=momentum, parameter_shape=parameter.facts.shape
+            )
+            words = "leading right subspace of the momentum"
+        yield OutTensor(
+            key=key,
+            shape=shape,
+            dtype=settings.v_dtype,
+            chunks=(OutChunk(offset=(0, 0), shape=shape, value=value),),
+            rule=f"V, {words}",
+        )

@@ -1,0 +1,154 @@
+"""What ``convert`` is told: flags on top of those that the run was saved with."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megatron_muon.config import OPTIMIZERS, Flag, MatrixConfig
+from megatron_muon.flags import FLAGS, add_flag, read_settings, value_problems
+from megatron_muon.linalg import STATE_DTYPES
+from megatron_muon.matrices import Family, Rule
+from megatron_muon.offline.common_state import CommonState
+from megatron_muon.offline.errors import CheckpointError
+
+TARGETS = ("adam", "dmuon", "orth_dion", "muon")
+"""Optimizers to convert to; ``muon`` is megatron-core's own, layer-wise."""
+
+OFFLINE = tuple(flag for flag in FLAGS if flag.offline)
+"""Flags of training that say what is a matrix and how large its factors are."""
+
+
+def no_split_flag(family: Family) -> str:
+    """The flag that keeps the packed weights of a family one matrix each."""
+    return next(flag.name for flag in OFFLINE if flag.field == f"split_{family}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertSettings:
+    """What ``convert`` is to do.
+
+    Attributes:
+        to: One of ``TARGETS``.
+        matrix: Settings of the target's matrices.
+        heavy_ball: β when the source's momentum is a sum of gradients and no average.
+        momentum_start: ``source``, or ``zero`` to let the matrices start without momentum.
+        right_factor: Where Orth-Dion's V comes from: ``momentum`` or ``seeded``.
+        megatron_version: Version of megatron-core that is to read the result, None for the
+            source's home of the common state.
+    """
+
+    to: str
+    matrix: MatrixConfig
+    heavy_ball: float | None = None
+    momentum_start: Literal["source", "zero"] = "source"
+    right_factor: Literal["momentum", "seeded"] = "momentum"
+    megatron_version: tuple[int, int] | None = None
+
+    @property
+    def v_dtype(self) -> torch.dtype:
+        """Element type of V."""
+        return STATE_DTYPES[self.matrix.state_dtype]
+
+    def common_in_file(self, source_in_file: bool) -> bool:
+        """Whether the common state is to be ``common.pt``: megatron-core up to 0.18 wants it."""
+        if self.megatron_version is None:
+            return source_in_file
+        return self.megatron_version < (0, 19)
+
+
+def add_matrix_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of training that say what is a matrix and how large its factors are."""
+    group = parser.add_argument_group(
+        "as in training", "Default: what the checkpoint's run was given, else training's default."
+    )
+    for flag in OFFLINE:
+        only = "" if flag.optimizers == OPTIMIZERS else f"With --to {flag.optimizers[0]}: "
+        add_flag(group, flag, default=None, help=only + flag.help)
+
+
+def require_meaning(options: argparse.Namespace, source: str) -> None:
+    """Refuse flags that change nothing.
+
+    Args:
+        options: Of ``convert``; a flag that was not given is None or empty.
+        source: Whose state the checkpoint holds.
+
+    Raises:
+        CheckpointError: With all such flags.
+    """
+    target = options.to
+    idle = {flag.dest: flag.name for flag in OFFLINE if target not in flag.optimizers}
+    if target != "orth_dion":
+        idle = {"right_factor_start": "--right-factor-start"} | idle
+    if target == "adam":
+        idle |= {"momentum_start": "--momentum-start", "heavy_ball": "--heavy-ball"}
+    found = [flag for dest, flag in idle.items() if getattr(options, dest) is not None]
+    why = f"no effect with --to {target}"
+    if not found and options.heavy_ball is not None and source == "adam":
+        found, why = ["--heavy-ball"], "no effect on Adam's moments, which are averages"
+    if not found and options.heavy_ball is not None and options.momentum_start == "zero":
+        found, why = ["--heavy-ball"], "no effect with --momentum-start zero"
+    if found:
+        raise CheckpointError(f"{', '.join(found)} has {why}; leave it out.")
+
+
+def matrix_settings(options: argparse.Namespace, common: CommonState) -> MatrixConfig:
+    """Settings of the target's matrices: flags first, then the saved run's, then the defaults.
+
+    Raises:
+        CheckpointError: A rule or a value that does not exist.
+    """
+    given: dict[str, Any] = {}
+    has_rules = options.matrix_rules is not None or options.matrix_rule is not None
+    for flag in _flags_of(options.to):
+        value = getattr(options, flag.dest)
+        if value is None and not (has_rules and flag.field == "rules"):
+            value = common.argument(flag.dest)
+            if flag.dest == "matrix_rules" and value is not None and not Path(value).exists():
+                raise CheckpointError(
+                    f"the checkpoint's run had --matrix-rules {value}, which is not here: name the "
+                    "file."
+                )
+        if value is not None:
+            given[flag.dest] = value
+    settings, problems = read_settings(options.to, given)
+    problems += value_problems(settings)
+    if problems:
+        raise CheckpointError(f"{'; '.join(problems)}.")
+    return settings
+
+
+def saved_flags(settings: ConvertSettings) -> dict[str, Any]:
+    """Our flags as a run of the target would have saved them."""
+    found = {flag.dest: getattr(settings.matrix, flag.field) for flag in _flags_of(settings.to)}
+    rules = [_text(rule) for rule in settings.matrix.rules]
+    return found | {"matrix_rules": None, "matrix_rule": rules}
+
+
+def _flags_of(target: str) -> Iterator[Flag]:
+    return (flag for flag in OFFLINE if target in flag.optimizers)
+
+
+def _text(rule: Rule) -> str:
+    fields = ("optimizer", "split", "lr_mult", "wd_mult")
+    values = ((field, getattr(rule, field)) for field in fields)
+    return f"{rule.pattern}:" + ",".join(f"{k}={v}" for k, v in values if v is not None)
+
+
+def parse_version(text: str) -> tuple[int, int]:
+    """(major, minor) of ``0.19`` or ``0.19.2``.
+
+    Raises:
+        argparse.ArgumentTypeError: It is no version.
+    """
+    match = re.match(r"(\d+)\.(\d+)", text)
+    if match is None or (int(match[1]), int(match[2])) < (0, 5):
+        raise argparse.ArgumentTypeError(f"'{text}' is no version; type for example 0.19")
+    return int(match[1]), int(match[2])
