@@ -53,15 +53,20 @@ def read_index(checkpoint_dir: str) -> Index | str:
 
 def damages(checkpoint_dir: str, files: Iterable[tuple[str, int]]) -> list[str]:
     """A sentence for the first file that is not as long as the index says."""
+    damage = first_damage(Path(checkpoint_dir), files)
+    return [f"it is {damage}; {_EARLIER}"] if damage else []
+
+
+def first_damage(folder: Path, files: Iterable[tuple[str, int]]) -> str:
+    """The first file that is missing or shorter than its number of bytes; empty without any."""
     for name, size in files:
-        path = Path(checkpoint_dir, name)
-        found = path.stat().st_size if path.exists() else None
-        if found is None:
-            return [f"it is incomplete: its file {name} is missing; {_EARLIER}"]
+        path = folder / name
+        if not path.exists():
+            return f"incomplete: its file {name} is missing"
+        found = path.stat().st_size
         if found < size:
-            said = f"its file {name} has {found:,} bytes, and its index says {size:,}"
-            return [f"it is damaged: {said}; {_EARLIER}"]
-    return []
+            return f"damaged: its file {name} has {found:,} bytes, and its index says {size:,}"
+    return ""
 
 
 def unfinished(folder: Path) -> str:

@@ -7,7 +7,7 @@ copied byte by byte, and so is every state that only changes its name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -43,7 +43,6 @@ from megatron_muon.offline.param_groups import (
     arguments,
     content_metadata,
     optimizer_state,
-    steps_of,
 )
 from megatron_muon.offline.parameters import (
     StoredParameter,
@@ -54,7 +53,7 @@ from megatron_muon.offline.parameters import (
 from megatron_muon.offline.reading import Checkpoint, require_known
 from megatron_muon.offline.right_factors import factor_tensors
 from megatron_muon.offline.settings import ConvertSettings, saved_flags
-from megatron_muon.offline.source_state import Location, SourceState, source_state
+from megatron_muon.offline.source_state import SourceState, source_state
 from megatron_muon.offline.target_routes import target_routes
 
 
@@ -73,10 +72,9 @@ def plan_conversion(checkpoint: Checkpoint, settings: ConvertSettings) -> Output
 
 @dataclass(frozen=True, kw_only=True)
 class _StatePlan:
-    """One state of one parameter: its source (None starts at zero), a factor, words on both."""
+    """One state of one parameter: the source of its elements, and words on it."""
 
-    location: Location | None
-    factor: float
+    value: Box | Zeros
     rule: str
 
 
@@ -105,7 +103,7 @@ class _Conversion:
         self.zeros: list[str] = []
         self.fresh_adam: list[str] = []
 
-    def _masters(self) -> dict[str, Location]:
+    def _masters(self) -> dict[str, Box]:
         """Master weights by parameter name.
 
         Without ``--use-distributed-optimizer`` megatron-core saves none of fp32 weights, which are
@@ -126,8 +124,7 @@ class _Conversion:
                             "of a run with --use-distributed-optimizer and "
                             "--dist-ckpt-optim-fully-reshardable."
                         )
-                    offset, shape = parameter.box()
-                    found[parameter.name] = Location(info=info, offset=offset, shape=shape)
+                    found[parameter.name] = parameter.box(info)
         return found
 
     def _has_masters(self) -> bool:
@@ -191,11 +188,12 @@ class _Conversion:
         for parameter in found:
             for state, plan in plans[parameter.name].items():
                 shape = parameter.facts.shape
+                chunk = OutChunk(offset=(0,) * len(shape), shape=shape, value=plan.value)
                 yield OutTensor(
                     key=self._key(state, parameter.name, is_matrix=self.is_matrix[parameter.name]),
                     shape=shape,
                     dtype=torch.float32,
-                    chunks=(_chunk(plan, (0,) * len(shape), shape),),
+                    chunks=(chunk,),
                     rule=plan.rule,
                 )
 
@@ -217,24 +215,21 @@ class _Conversion:
     ) -> OutTensor:
         """One state of all layers and experts of a tensor of the model."""
         is_matrix = self.is_matrix[found[0].name]
-        name, first = self._key(state, key, is_matrix=is_matrix), plans[0]
-        same = all(
-            (p.location and p.location.info) == (first.location and first.location.info)
-            and p.factor == first.factor
-            for p in plans
-        )
-        model = self.model[key]
-        if same and first.location is None:
-            return zeros(model, name, torch.float32, first.rule)
-        if same and first.location is not None and first.location.info.shape == model.shape:
-            info = first.location.info
-            if first.factor == 1.0 and info.dtype == torch.float32:
-                return copied(info, name, first.rule)
-            return scaled(info, name, first.factor, torch.float32, first.rule)
-        chunks = []
-        for parameter, plan in zip(found, plans, strict=True):
-            offset, shape = parameter.box()
-            chunks.append(_chunk(plan, offset, shape))
+        name, model = self._key(state, key, is_matrix=is_matrix), self.model[key]
+        value, rule = plans[0].value, plans[0].rule
+        sources = {(p.value.info.key, p.value.factor) for p in plans if isinstance(p.value, Box)}
+        if not sources:
+            return zeros(model, name, torch.float32, rule)
+        same = len(sources) == 1 and all(isinstance(p.value, Box) for p in plans)
+        if same and isinstance(value, Box) and value.info.shape == model.shape:
+            if value.factor == 1.0 and value.info.dtype == torch.float32:
+                return copied(value.info, name, rule)
+            return scaled(value.info, name, value.factor, torch.float32, rule)
+        boxes = [parameter.box(model) for parameter in found]
+        chunks = [
+            OutChunk(offset=box.offset, shape=box.shape, value=plan.value)
+            for box, plan in zip(boxes, plans, strict=True)
+        ]
         rules = dict.fromkeys(plan.rule for plan in plans)
         return OutTensor(
             key=name,
@@ -253,16 +248,14 @@ class _Conversion:
         words = "master from the weight, there is no other" if is_weight else "master, copied"
         if not self.has_masters:
             words = "weight, copied" if is_weight else "weight, from the master"
-        plans = {MASTER: _StatePlan(location=master, factor=1.0, rule=words)}
+        plans = {MASTER: _StatePlan(value=master, rule=words)}
         states = self.source.states[name]
         if self.is_matrix[name]:
             plans[MOMENTUM] = self._momentum(name, states)
             return plans
         if all(state in states for state in ADAM_STATES):
             for state in ADAM_STATES:
-                plans[state] = _StatePlan(
-                    location=states[state], factor=1.0, rule=f"{state}, copied"
-                )
+                plans[state] = _StatePlan(value=states[state], rule=f"{state}, copied")
             return plans
         # A first moment without its second one would make steps many times too large.
         self.fresh_adam.append(name)
@@ -270,37 +263,34 @@ class _Conversion:
             plans[state] = self._zero(state, name)
         return plans
 
-    def _momentum(self, name: str, states: Mapping[str, Location]) -> _StatePlan:
+    def _momentum(self, name: str, states: Mapping[str, Box]) -> _StatePlan:
         if self.settings.momentum_start == "zero":
             return self._zero(MOMENTUM, name)
         if MOMENTUM in states:
-            location, convention, said = states[MOMENTUM], self.matrix_source, MOMENTUM
+            box, convention, said = states[MOMENTUM], self.matrix_source, MOMENTUM
         elif ADAM_STATES[0] in states:
-            location, convention, said = states[ADAM_STATES[0]], self.adam_source, ADAM_STATES[0]
+            box, convention, said = states[ADAM_STATES[0]], self.adam_source, ADAM_STATES[0]
         else:
             return self._zero(MOMENTUM, name)
         factor = conversion_factor(convention, self.target)
         if factor is None:
             return self._zero(MOMENTUM, name)
         words = "copied" if factor == 1.0 else f"times {factor:.6g}"
-        return _StatePlan(location=location, factor=factor, rule=f"momentum from {said}, {words}")
+        rule = f"momentum from {said}, {words}"
+        return _StatePlan(value=replace(box, factor=factor), rule=rule)
 
     def _zero(self, state: str, name: str) -> _StatePlan:
         self.zeros.append(f"{state} of {name}")
-        return _StatePlan(location=None, factor=0.0, rule=f"{state} starts at zero")
+        return _StatePlan(value=Zeros(), rule=f"{state} starts at zero")
 
     def _right_factors(self, parameter: StoredParameter) -> Iterator[OutTensor]:
         if not self.is_matrix[parameter.name]:
             return
-        momentum = self._momentum_box(parameter)
-        yield from factor_tensors(parameter, self.settings, momentum, self.source.factors)
-
-    def _momentum_box(self, parameter: StoredParameter) -> Box | None:
         states = self.source.states[parameter.name]
-        location = states.get(MOMENTUM) or states.get(ADAM_STATES[0])
-        if location is None or self.settings.momentum_start == "zero":
-            return None
-        return Box(key=location.info.key, offset=location.offset, shape=location.shape)
+        momentum = states.get(MOMENTUM) or states.get(ADAM_STATES[0])
+        if self.settings.momentum_start == "zero":
+            momentum = None
+        yield from factor_tensors(parameter, self.settings, momentum, self.source.factors)
 
     # ---- the rest -----------------------------------------------------------------------------
 
@@ -320,7 +310,7 @@ class _Conversion:
             TargetGroups(
                 optimizer=self.settings.to,
                 has_matrices=any(self.is_matrix.values()),
-                step=0 if self.fresh_adam else steps_of(self.source),
+                step=0 if self.fresh_adam else self.source.steps,
                 momentum=self._upstream_momentum() if self.settings.to == "muon" else 0.0,
                 has_masters=self.has_masters,
                 step_in_state=self.source.step_in_state,
@@ -370,13 +360,3 @@ class _Conversion:
                 "routers were trained as matrices and go to Adam here: to keep their momentum, "
                 "type --matrix-rule '*.router.weight:optimizer=matrix' (in training, too)."
             )
-
-
-def _chunk(plan: _StatePlan, offset: tuple[int, ...], shape: tuple[int, ...]) -> OutChunk:
-    location = plan.location
-    if location is None:
-        return OutChunk(offset=offset, shape=shape, value=Zeros())
-    box = Box(
-        key=location.info.key, offset=location.offset, shape=location.shape, factor=plan.factor
-    )
-    return OutChunk(offset=offset, shape=shape, value=box)

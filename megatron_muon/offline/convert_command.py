@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from megatron_muon.offline.common_state import add_run_config_flag
 from megatron_muon.offline.conversion import plan_conversion
 from megatron_muon.offline.errors import CheckpointError
-from megatron_muon.offline.other_files import notes_on_others
+from megatron_muon.offline.manifest import notes_on_others
 from megatron_muon.offline.outputs import Output
 from megatron_muon.offline.progress import ProgressReport
 from megatron_muon.offline.reading import TRACKER, Checkpoint, last_step
-from megatron_muon.offline.run_config import add_run_config_flag
 from megatron_muon.offline.settings import (
     TARGETS,
     ConvertSettings,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,19 +12,17 @@ from typing import Any
 import torch
 
 from megatron_muon.checkpoint.names import MASTER, MOMENTUM, RIGHT_FACTOR
-from megatron_muon.offline.common_state import CommonState
+from megatron_muon.offline.common_state import CommonState, add_run_config_flag
 from megatron_muon.offline.errors import CheckpointError
 from megatron_muon.offline.export_layouts import FORMATS, Exported, convention_of, laid_out
 from megatron_muon.offline.index import TensorInfo
 from megatron_muon.offline.momenta import Convention, conversion_factor, matrix_convention
 from megatron_muon.offline.outputs import Box
-from megatron_muon.offline.param_groups import steps_of
 from megatron_muon.offline.parameters import model_tensors, require_names, stored_parameters
 from megatron_muon.offline.plain_names import Names, PlainTensor, plain_tensors
 from megatron_muon.offline.progress import ProgressReport
 from megatron_muon.offline.reading import Checkpoint
-from megatron_muon.offline.run_config import add_run_config_flag
-from megatron_muon.offline.source_state import Location, SourceState, source_state
+from megatron_muon.offline.source_state import SourceState, source_state
 from megatron_muon.offline.torch_files import ToWrite, tensors_in, write_torch_file
 
 HELP = "write weights and optimizer state as a file of torch.save, keyed by name"
@@ -109,21 +107,6 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Read:
-    """A part of a parameter's box, times a number; called when its turn comes."""
-
-    checkpoint: Checkpoint
-    box: Box
-    plain: PlainTensor
-    dtype: torch.dtype
-
-    def __call__(self) -> torch.Tensor:
-        shape = self.plain.parameter.facts.shape
-        whole = self.box.tensor(self.checkpoint, shape, self.dtype)
-        return self.plain.take(whole) if shape else whole
-
-
 def plan_export(
     checkpoint: Checkpoint, *, layout: str, names: Names, rows: int | None
 ) -> tuple[dict[str, Any], list[str]]:
@@ -147,19 +130,16 @@ def plan_export(
     factors = _by_parameter(source.factors)
     weights, states = {}, {}
     for plain in plain_tensors(parameters, names, rows):
-        offset, shape = plain.parameter.box()
-        info = model[plain.parameter.key]
-        place = Location(info=info, offset=offset, shape=shape)
-        master = source.states[plain.parameter.name].get(MASTER)
-        if master is not None and layout != "plain":  # which has a place for both
-            place, info = master, master.info
-        weights[plain.name] = _to_write(checkpoint, plain, place, 1.0, info.dtype)
+        box = plain.parameter.box(model[plain.parameter.key])
+        if layout != "plain":  # which has a place for both
+            box = source.states[plain.parameter.name].get(MASTER, box)
+        weights[plain.name] = _to_write(checkpoint, plain, box, box.info.dtype)
         states[plain.name] = _states(checkpoint, source, plain, (saved, kept))
         own = factors.get(plain.parameter.name, {})
         states[plain.name] |= _factors(checkpoint, own, plain)
     exported = Exported(
         iteration=int(checkpoint.common.value.get("iteration", 0)),
-        step=steps_of(source),
+        step=source.steps,
         names=names,
         optimizer=source.optimizer,
         momentum=kept,
@@ -182,15 +162,14 @@ def plan_export(
     return laid_out(layout, exported), notes
 
 
-def _to_write(
-    checkpoint: Checkpoint, plain: PlainTensor, place: Location, factor: float, dtype: torch.dtype
-) -> ToWrite:
-    box = Box(key=place.info.key, offset=place.offset, shape=place.shape, factor=factor)
-    return ToWrite(
-        shape=plain.shape,
-        dtype=dtype,
-        make=_Read(checkpoint=checkpoint, box=box, plain=plain, dtype=dtype),
-    )
+def _to_write(checkpoint: Checkpoint, plain: PlainTensor, box: Box, dtype: torch.dtype) -> ToWrite:
+    shape = plain.parameter.facts.shape
+
+    def read() -> torch.Tensor:
+        whole = box.tensor(checkpoint, shape, dtype)
+        return plain.take(whole) if shape else whole
+
+    return ToWrite(shape=plain.shape, dtype=dtype, make=read)
 
 
 def _states(
@@ -201,14 +180,14 @@ def _states(
 ) -> dict[str, ToWrite]:
     saved, kept = conventions
     found = {}
-    for state, place in source.states[plain.parameter.name].items():
+    for state, box in source.states[plain.parameter.name].items():
         factor = conversion_factor(saved, kept) if state == MOMENTUM else 1.0
         if factor is None:
             raise CheckpointError(
                 f"the momentum of {plain.name} cannot be told from what Orth-Dion kept with "
                 "momentum 0; type --format plain."
             )
-        found[state] = _to_write(checkpoint, plain, place, factor, torch.float32)
+        found[state] = _to_write(checkpoint, plain, replace(box, factor=factor), torch.float32)
     return found
 
 

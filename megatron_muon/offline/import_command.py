@@ -10,13 +10,13 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_muon.offline.common_state import add_run_config_flag
 from megatron_muon.offline.convert_command import add_writing_flags, write_output
 from megatron_muon.offline.errors import CheckpointError
 from megatron_muon.offline.export_command import add_name_flags, vocabulary
 from megatron_muon.offline.foreign import read_foreign, read_names
 from megatron_muon.offline.importing import plan_import
 from megatron_muon.offline.reading import Checkpoint
-from megatron_muon.offline.run_config import add_run_config_flag
 
 HELP = "turn a file of torch.save into a Megatron checkpoint"
 

@@ -20,13 +20,13 @@ from megatron_muon.offline.foreign import Foreign
 from megatron_muon.offline.index import TensorInfo
 from megatron_muon.offline.momenta import Convention, conversion_factor, matrix_convention
 from megatron_muon.offline.outputs import (
-    Box,
     OutBlob,
     OutChunk,
     Output,
     OutTensor,
     Zeros,
     copied,
+    whole,
 )
 from megatron_muon.offline.parameters import (
     StoredParameter,
@@ -182,20 +182,11 @@ class _Import:
             return copied(info, key, "kept from --like")
         chunks = []
         for parameter, value in zip(found, values, strict=True):
-            offset, shape = parameter.box()
-            if len(info.shape) == len(parameter.facts.shape):
-                offset, shape = (0,) * len(info.shape), info.shape
+            is_whole = len(info.shape) == len(parameter.facts.shape)
+            box = whole(info) if is_whole else parameter.box(info)
             if value is None:
                 self.left.append(f"{state or 'weight'} of {parameter.name}")
-                chunks.append(
-                    OutChunk(
-                        offset=offset,
-                        shape=shape,
-                        value=Box(key=key, offset=offset, shape=shape),
-                    )
-                )
-            else:
-                chunks.append(OutChunk(offset=offset, shape=shape, value=value))
+            chunks.append(OutChunk(offset=box.offset, shape=box.shape, value=value or box))
         return OutTensor(
             key=key,
             shape=info.shape,
@@ -281,13 +272,12 @@ class _Import:
                 f"the right factor of {name} has shape {tuple(found.shape)} in "
                 f"{self.foreign.path}, and is to have {info.shape} (--orth-dion-rank-fraction)."
             )
-        whole = (0,) * len(info.shape)
         value = FactorFromFile(path=self.foreign.path, steps=steps)
         return OutTensor(
             key=key,
             shape=info.shape,
             dtype=info.dtype,
-            chunks=(OutChunk(offset=whole, shape=info.shape, value=value),),
+            chunks=(OutChunk(offset=(0, 0), shape=info.shape, value=value),),
             rule=f"right factor from {self.foreign.path.name}",
         )
 

@@ -1,11 +1,9 @@
-"""The index of a DCP checkpoint (``.metadata``): which tensor lies in which bytes of which file."""
+"""The index of a checkpoint (``.metadata``): which bytes of which file hold a tensor."""
 
 from __future__ import annotations
 
 import math
-import os
-import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,24 +37,12 @@ _CLASSES = (
     _MEM_FORMAT_ENCODING,
     _StorageInfo,
 )
-_NAMES: Mapping[tuple[str, str], Any] = {
-    (kind.__module__, kind.__qualname__): kind for kind in _CLASSES
-}
-
-
-Offset = tuple[int, ...]
-"""An index or a size along every axis."""
+_NAMES: Mapping[str, Any] = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in _CLASSES}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Bytes of a data file.
-
-    Attributes:
-        file: Name of the file in the checkpoint's folder.
-        start: First byte.
-        length: Number of bytes.
-    """
+    """Bytes of a data file: its name in the checkpoint's folder, first byte, number of bytes."""
 
     file: str
     start: int
@@ -65,34 +51,16 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A box of a tensor and the bytes that hold it.
-
-    Attributes:
-        offset: First index along every axis.
-        shape: Size along every axis.
-        place: Where it is stored.
-    """
+    """A box of a tensor and the bytes that hold it."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     place: Place
 
-    @property
-    def end(self) -> tuple[int, ...]:
-        """One past the last index along every axis."""
-        return tuple(a + b for a, b in zip(self.offset, self.shape, strict=True))
-
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """What the index says of a tensor.
-
-    Attributes:
-        key: Its key.
-        shape: Global shape.
-        dtype: Element type.
-        chunks: Boxes that cover it.
-    """
+    """A tensor according to the index; its chunks cover it once."""
 
     key: str
     shape: tuple[int, ...]
@@ -105,37 +73,14 @@ class TensorInfo:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, kw_only=True)
-class Index:
-    """Everything in a checkpoint.
+def read_index(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, Place]]:
+    """All tensors, and the places of all entries that are no tensors, by key.
 
-    Attributes:
-        tensors: By key.
-        blobs: Places of what is no tensor, by key.
-    """
-
-    tensors: dict[str, TensorInfo]
-    blobs: dict[str, Place]
-
-    def file_sizes(self) -> dict[str, int]:
-        """Bytes that every data file has at least."""
-        sizes: dict[str, int] = {}
-        for place in self._places():
-            sizes[place.file] = max(sizes.get(place.file, 0), place.start + place.length)
-        return sizes
-
-    def _places(self) -> Iterable[Place]:
-        yield from self.blobs.values()
-        for info in self.tensors.values():
-            for chunk in info.chunks:
-                yield chunk.place
-
-
-def read_index(folder: Path) -> Index:
-    """Read ``.metadata``.
+    ``FileSystemReader.read_metadata`` is not used: it runs whatever the pickle says, and torch's
+    weights-only unpickler does not know the protocol of this file.
 
     Raises:
-        CheckpointError: It is missing, damaged, or no index.
+        CheckpointError: The index is missing, damaged, or no index.
     """
     path = folder / INDEX_FILE
     if not path.exists():
@@ -144,113 +89,53 @@ def read_index(folder: Path) -> Index:
         metadata = load_pickle(stream, source=str(path), more=_NAMES).value
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise CheckpointError(f"{path} is a foreign pickle, and no index of a checkpoint.")
+    tensors, blobs = {}, {}
     try:
-        return _from_metadata(metadata)
+        places = {index: _place(info) for index, info in metadata.storage_data.items()}
+        for key, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                tensors[key] = _tensor(key, entry, places)
+            else:
+                blobs[key] = places[MetadataIndex(key)]
     except (AttributeError, TypeError, KeyError, ValueError) as error:
         what = error if isinstance(error, ValueError) else repr(error)
         raise CheckpointError(f"{path} is damaged: {what}.") from error
+    return tensors, blobs
 
 
-def _from_metadata(metadata: Metadata) -> Index:
-    places = {
-        (index.fqn, None if index.offset is None else tuple(index.offset)): _place(info)
-        for index, info in metadata.storage_data.items()
-    }
-    tensors: dict[str, TensorInfo] = {}
-    blobs: dict[str, Place] = {}
-    for key, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            chunks = {
-                tuple(chunk.offsets): _chunk(chunk, places[key, tuple(chunk.offsets)])
-                for chunk in entry.chunks
-            }
-            tensors[key] = _whole(
-                TensorInfo(
-                    key=key,
-                    shape=tuple(entry.size),
-                    dtype=entry.properties.dtype,
-                    chunks=tuple(chunks.values()),
-                )
-            )
-        else:
-            blobs[key] = places[key, None]
-    return Index(tensors=tensors, blobs=blobs)
-
-
-def _whole(info: TensorInfo) -> TensorInfo:
-    """Refuse a tensor whose chunks do not make it up: bytes are copied without being looked at."""
-    if not isinstance(info.dtype, torch.dtype):
-        raise ValueError(f"{info.key} has the element type {info.dtype!r}")
-    for chunk in info.chunks:
-        ends = zip(chunk.offset, chunk.end, info.shape, strict=True)
-        if any(low < 0 or low > high or high > size for low, high, size in ends):
-            raise ValueError(f"a chunk of {info.key} is not inside of it")
-    covered = sum(math.prod(chunk.shape) for chunk in info.chunks)
-    if covered != math.prod(info.shape):
-        raise ValueError(
-            f"the chunks of {info.key} hold {covered} of its {math.prod(info.shape)} elements"
-        )
-    return info
-
-
-def _chunk(chunk: ChunkStorageMetadata, place: Place) -> Chunk:
-    # megatron-core leaves prepended axes out of the sizes of chunks that lie on no regular grid.
-    missing = len(chunk.offsets) - len(chunk.sizes)
-    return Chunk(
-        offset=tuple(chunk.offsets), shape=(*(1 for _ in range(missing)), *chunk.sizes), place=place
-    )
+def _tensor(
+    key: str, entry: TensorStorageMetadata, places: Mapping[MetadataIndex, Place]
+) -> TensorInfo:
+    """Refuses chunks that do not make up their tensor: bytes are copied without being read."""
+    shape, dtype = tuple(entry.size), entry.properties.dtype
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{key} has the element type {dtype!r}")
+    # A chunk may be listed once for each rank that holds a copy.
+    chunks = {}
+    for stored in entry.chunks:
+        offset = tuple(stored.offsets)
+        # megatron-core omits prepended axes from the sizes of chunks that lie on no regular grid.
+        sizes = (*(1 for _ in range(len(offset) - len(stored.sizes))), *stored.sizes)
+        for start, size, whole in zip(offset, sizes, shape, strict=True):
+            if start < 0 or size < 0 or start + size > whole:
+                raise ValueError(f"a chunk of {key} is not inside of it")
+        place = places[MetadataIndex(key, offset)]
+        chunks[offset] = Chunk(offset=offset, shape=sizes, place=place)
+    covered = sum(math.prod(chunk.shape) for chunk in chunks.values())
+    if covered != math.prod(shape):
+        raise ValueError(f"the chunks of {key} hold {covered} of its {math.prod(shape)} elements")
+    return TensorInfo(key=key, shape=shape, dtype=dtype, chunks=tuple(chunks.values()))
 
 
 def _place(info: _StorageInfo) -> Place:
+    name = str(info.relative_path)
     if getattr(info, "transform_descriptors", None):
         raise CheckpointError(
-            f"{info.relative_path} is compressed ({info.transform_descriptors}): save without "
-            "storage-writer extensions."
+            f"{name} is compressed ({info.transform_descriptors}): save without storage-writer "
+            "extensions."
         )
-    name = str(info.relative_path)
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise CheckpointError(f"the index names a file outside of the checkpoint: {name}.")
     if info.offset < 0 or info.length < 1:
         raise ValueError(f"an entry of {name} has {info.length} bytes from {info.offset} on")
     return Place(file=name, start=int(info.offset), length=int(info.length))
-
-
-def write_index(
-    path: Path,
-    entries: Iterable[tuple[str, tuple[int, ...], torch.dtype, Sequence[tuple[Offset, Offset]]]],
-    places: Mapping[tuple[str, Offset | None], Place],
-) -> None:
-    """Write ``.metadata``.
-
-    Args:
-        path: The file.
-        entries: Key, shape, element type and the (offset, shape) of all chunks of every tensor.
-        places: Where everything was written, by key and offset (None of what is no tensor).
-    """
-    state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-        key: TensorStorageMetadata(
-            properties=TensorProperties(dtype=dtype),
-            size=torch.Size(shape),
-            chunks=[
-                ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(size))
-                for offset, size in chunks
-            ],
-        )
-        for key, shape, dtype, chunks in entries
-    }
-    storage = {}
-    for (key, offset), place in places.items():
-        if offset is None:
-            state[key] = BytesStorageMetadata()
-        index = MetadataIndex(key, None if offset is None else torch.Size(offset))
-        storage[index] = _StorageInfo(place.file, place.start, place.length)
-    metadata = Metadata(
-        state_dict_metadata=state,
-        planner_data=None,
-        storage_data=storage,
-        storage_meta=StorageMeta(),
-    )
-    with path.open("wb") as stream:
-        pickle.dump(metadata, stream)
-        stream.flush()
-        os.fsync(stream.fileno())

@@ -1,24 +1,24 @@
-"""What is to be written into a checkpoint: every tensor as chunks, every chunk with its source."""
+"""A checkpoint that is to be written: every tensor as chunks, every chunk with its source."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from megatron_muon.offline.index import Place, TensorInfo
+from megatron_muon.offline.index import Chunk, Place, TensorInfo
 from megatron_muon.offline.reading import Checkpoint
 
 
 class Value(Protocol):
-    """How the elements of a chunk come about; can be pickled, for worker processes."""
+    """The source of a chunk's elements."""
 
     def tensor(
         self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """The elements.
+        """The elements, made when they are asked for.
 
         Args:
             source: The checkpoint that is converted, if any.
@@ -30,33 +30,29 @@ class Value(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Bytes of the source as they are: a chunk does not know its tensor's name.
-
-    Attributes:
-        place: Where they are.
-    """
+    """Bytes of the source as they are: a stored chunk does not hold its tensor's name."""
 
     place: Place
 
     def tensor(
         self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Never asked for: the writer copies them."""
+        """Never called: the writer copies the bytes."""
         raise AssertionError("bytes are copied")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A box of a tensor of the source, times a number.
+    """A box of a tensor of the source, times a factor.
 
     Attributes:
-        key: Of the tensor.
-        offset: First index of the box along every axis.
-        shape: Its size along every axis; as many elements as the chunk.
-        factor: The number.
+        info: The tensor.
+        offset: First index along every axis.
+        shape: Size along every axis; as many elements as the chunk.
+        factor: The factor.
     """
 
-    key: str
+    info: TensorInfo
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     factor: float = 1.0
@@ -66,11 +62,16 @@ class Box:
     ) -> torch.Tensor:
         """Multiplied in float32 at least, rounded once."""
         assert source is not None
-        values = source.read_box(self.key, self.offset, self.shape)
+        values = source.read_box(self.info.key, self.offset, self.shape)
         if self.factor != 1.0:
             exact = values.to(torch.promote_types(values.dtype, torch.float32))
             values = exact.mul_(self.factor)
         return values.to(dtype).reshape(shape)
+
+
+def whole(info: TensorInfo) -> Box:
+    """All of a tensor."""
+    return Box(info=info, offset=(0,) * len(info.shape), shape=info.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +87,7 @@ class Zeros:
 
 @dataclass(frozen=True, kw_only=True)
 class OutChunk:
-    """A box of a tensor that is written.
-
-    Attributes:
-        offset: First index along every axis.
-        shape: Size along every axis.
-        value: Its elements.
-    """
+    """A box of a tensor that is written, with the source of its elements."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -106,9 +101,9 @@ class OutTensor:
     Attributes:
         key: Its key.
         shape: Global shape.
-        dtype: Element type.
+        dtype: Of the elements.
         chunks: Boxes that cover it once.
-        rule: A few words on where its elements come from.
+        rule: Where its elements come from, in words.
     """
 
     key: str
@@ -122,15 +117,13 @@ class OutTensor:
         """Bytes of all elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def __str__(self) -> str:
+        return f"{self.key}  {described(self.shape, self.dtype)}  {self.rule}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class OutBlob:
-    """An entry that is no tensor.
-
-    Attributes:
-        key: Its key.
-        content: Its bytes, or where they are in the source.
-    """
+    """An entry that is no tensor: its bytes, or their place in the source."""
 
     key: str
     content: bytes | Place
@@ -142,11 +135,11 @@ class Output:
 
     Attributes:
         tensors: The tensors.
-        blobs: What is no tensor, without the common state.
+        blobs: Entries that are no tensors, without the common state.
         common: The common state.
         common_in_file: True to write it as ``common.pt`` (megatron-core up to 0.18).
         backend: ``metadata.json``.
-        notes: Sentences that the user is to read.
+        notes: Sentences for the user.
     """
 
     tensors: tuple[OutTensor, ...]
@@ -154,7 +147,7 @@ class Output:
     common: dict[str, object]
     common_in_file: bool
     backend: dict[str, object]
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -164,44 +157,30 @@ class Output:
 
 def copied(info: TensorInfo, key: str, rule: str) -> OutTensor:
     """A tensor of the source as it is, under a key."""
-    return OutTensor(
-        key=key,
-        shape=info.shape,
-        dtype=info.dtype,
-        chunks=tuple(
-            OutChunk(offset=chunk.offset, shape=chunk.shape, value=Bytes(place=chunk.place))
-            for chunk in info.chunks
-        ),
-        rule=rule,
-    )
+    chunks = tuple(_chunk(chunk, Bytes(place=chunk.place)) for chunk in info.chunks)
+    return OutTensor(key=key, shape=info.shape, dtype=info.dtype, chunks=chunks, rule=rule)
 
 
 def scaled(info: TensorInfo, key: str, factor: float, dtype: torch.dtype, rule: str) -> OutTensor:
-    """A tensor of the source times a number, in the same chunks."""
-    return OutTensor(
-        key=key,
-        shape=info.shape,
-        dtype=dtype,
-        chunks=tuple(
-            OutChunk(
-                offset=chunk.offset,
-                shape=chunk.shape,
-                value=Box(key=info.key, offset=chunk.offset, shape=chunk.shape, factor=factor),
-            )
-            for chunk in info.chunks
-        ),
-        rule=rule,
+    """A tensor of the source times a factor, in the same chunks."""
+    chunks = tuple(
+        _chunk(c, Box(info=info, offset=c.offset, shape=c.shape, factor=factor))
+        for c in info.chunks
     )
+    return OutTensor(key=key, shape=info.shape, dtype=dtype, chunks=chunks, rule=rule)
 
 
 def zeros(info: TensorInfo, key: str, dtype: torch.dtype, rule: str) -> OutTensor:
     """Zeros in the shape and the chunks of a tensor of the source."""
-    return OutTensor(
-        key=key,
-        shape=info.shape,
-        dtype=dtype,
-        chunks=tuple(
-            OutChunk(offset=chunk.offset, shape=chunk.shape, value=Zeros()) for chunk in info.chunks
-        ),
-        rule=rule,
-    )
+    chunks = tuple(_chunk(chunk, Zeros()) for chunk in info.chunks)
+    return OutTensor(key=key, shape=info.shape, dtype=dtype, chunks=chunks, rule=rule)
+
+
+def _chunk(chunk: Chunk, value: Value) -> OutChunk:
+    return OutChunk(offset=chunk.offset, shape=chunk.shape, value=value)
+
+
+def described(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    """Shape and dtype on one line of a listing."""
+    sizes = "x".join(str(size) for size in shape) or "scalar"
+    return f"{sizes}  {str(dtype).removeprefix('torch.')}"

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from megatron_muon.checkpoint.names import ADAM_STATES
 from megatron_muon.config import OPTIMIZERS
 from megatron_muon.offline.common_state import CommonState
 from megatron_muon.offline.errors import CheckpointError
-from megatron_muon.offline.source_state import GROUP_KEY, SourceState
+from megatron_muon.offline.source_state import GROUP_KEY
 
 _OURS = (GROUP_KEY, "optimizer")
 
@@ -28,21 +27,6 @@ def adam_groups(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         plain.setdefault("bias_correction", True)  # torch's Adam does so without being asked
         found.setdefault(repr(sorted(plain.items())), plain)
     return list(found.values())
-
-
-def steps_of(source: SourceState) -> int:
-    """Number of steps that the optimizer has made.
-
-    Raises:
-        CheckpointError: Adam's moments are there and their number of steps is not.
-    """
-    steps = [int(group["step"]) for group in source.groups if "step" in group]
-    if not steps and any(ADAM_STATES[0] in states for states in source.states.values()):
-        raise CheckpointError(
-            "the checkpoint's common state does not say how many steps Adam has made (step of a "
-            "group, or common_step), which its bias correction needs."
-        )
-    return max(steps, default=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ from megatron_muon.matrices import (
 )
 from megatron_muon.offline.common_state import CommonState
 from megatron_muon.offline.index import TensorInfo
+from megatron_muon.offline.outputs import Box
 from megatron_muon.offline.reading import Checkpoint
 
 _STACKED_LAYERS = re.compile(r"\.layers\.(?!\d)")
@@ -66,10 +67,10 @@ class StoredParameter:
         """Name in the model."""
         return self.facts.name
 
-    def box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Offset and shape in the tensor."""
-        shape = self.facts.shape
-        return (*self.index, *(0 for _ in shape)), (*(1 for _ in self.index), *shape)
+    def box(self, info: TensorInfo) -> Box:
+        """Its elements in a tensor that is stacked as the model's."""
+        offset = (*self.index, *(0 for _ in self.facts.shape))
+        return Box(info=info, offset=offset, shape=(*(1 for _ in self.index), *self.facts.shape))
 
 
 def model_tensors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:

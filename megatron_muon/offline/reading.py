@@ -1,7 +1,8 @@
 """A distributed checkpoint (PyTorch DCP as Megatron writes it), opened without a process group.
 
-Source of the format: ``torch.distributed.checkpoint`` (``FileSystemWriter``, ``Metadata``) and
-megatron-core's ``dist_checkpointing.strategies.torch``.
+torch plans what is read of which chunk (``create_read_items_for_chunk_list``). The bytes are read
+here: ``FileSystemReader`` compares neither their CRC nor their dtype with the index, and does not
+know chunks whose sizes lack prepended axes, as megatron-core writes them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,18 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_muon.offline.common_state import CommonState
+from megatron_muon.checkpoint.files import first_damage
+from megatron_muon.offline.common_state import RUN_CONFIG_FILE, CommonState, read_run_config
 from megatron_muon.offline.errors import CheckpointError
 from megatron_muon.offline.index import INDEX_FILE, Chunk, Place, TensorInfo, read_index
-from megatron_muon.offline.run_config import RUN_CONFIG_FILE, read_run_config
 from megatron_muon.offline.safe_pickle import Loaded, load_torch
 
 BACKEND_FILE = "metadata.json"
@@ -100,8 +108,8 @@ class Checkpoint:
 
     Attributes:
         folder: The folder that holds ``.metadata``.
-        tensors: Everything known of each tensor, by key.
-        blobs: Where each entry is that is no tensor, by key.
+        tensors: All tensors by key.
+        blobs: Places of all entries that are no tensors, by key.
         backend: Content of ``metadata.json``.
 
     Args:
@@ -122,24 +130,27 @@ class Checkpoint:
         self._run_config = run_config
         self.folder = find_folder(Path(path), step)
         self.backend = _read_backend(self.folder)
-        index = read_index(self.folder)
-        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(index.tensors)
-        self.blobs: Mapping[str, Place] = MappingProxyType(index.blobs)
-        _require_whole_files(self.folder, index.file_sizes())
-
-    def __reduce__(self) -> Any:
-        return Checkpoint, (self.folder,)
+        tensors, blobs = read_index(self.folder)
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(tensors)
+        self.blobs: Mapping[str, Place] = MappingProxyType(blobs)
+        chunks = (chunk for info in tensors.values() for chunk in info.chunks)
+        ends: dict[str, int] = {}
+        for place in (*blobs.values(), *(chunk.place for chunk in chunks)):
+            ends[place.file] = max(ends.get(place.file, 0), place.start + place.length)
+        damage = first_damage(self.folder, sorted(ends.items()))
+        if damage:
+            raise CheckpointError(f"{self.folder} is {damage}.")
 
     # ---- tensors ------------------------------------------------------------------------------
 
     def read(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A whole tensor, in its own or another element type.
+        """A whole tensor, in its own or another dtype.
 
         Raises:
             CheckpointError: There is no such tensor, or its data are damaged.
         """
-        info = self._info(key)
-        return self.read_box(key, [0] * len(info.shape), info.shape, dtype)
+        shape = self._info(key).shape
+        return self.read_box(key, [0] * len(shape), shape, dtype)
 
     def read_box(
         self,
@@ -148,7 +159,7 @@ class Checkpoint:
         sizes: Sequence[int],
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """A box of a tensor, put together from the chunks that touch it, one at a time.
+        """A box of a tensor, assembled from the chunks that overlap it, one at a time.
 
         Args:
             key: Of the tensor.
@@ -163,24 +174,24 @@ class Checkpoint:
         ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
         if any(o < 0 or e > n for o, e, n in zip(offsets, ends, info.shape, strict=True)):
             raise CheckpointError(f"{key} of shape {info.shape} has no box {offsets} to {ends}.")
+        wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        stored = TensorStorageMetadata(
+            TensorProperties(dtype=info.dtype),
+            torch.Size(info.shape),
+            [ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.shape)) for c in info.chunks],
+        )
         result: torch.Tensor | None = None
         covered = 0
-        for chunk in info.chunks:
-            low = [max(a, b) for a, b in zip(offsets, chunk.offset, strict=True)]
-            high = [min(a, b) for a, b in zip(ends, chunk.end, strict=True)]
-            if any(a >= b for a, b in zip(low, high, strict=True)):
-                continue
+        for part in create_read_items_for_chunk_list(key, stored, [wanted]):
+            chunk = info.chunks[part.storage_index.index or 0]
             values = self.read_chunk(key, chunk)
-            covered += math.prod(b - a for a, b in zip(low, high, strict=True))
-            if tuple(chunk.offset) == tuple(offsets) and chunk.shape == tuple(sizes):
+            if chunk.shape == tuple(sizes) == tuple(part.lengths):
                 return values if dtype is None else values.to(dtype)
             if result is None:
                 result = torch.empty(tuple(sizes), dtype=dtype or info.dtype)
-            there = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))
-            here = tuple(
-                slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offset, strict=True)
-            )
-            result[there] = values[here]
+            there = narrow_tensor_by_index(result, part.dest_offsets, part.lengths)
+            there.copy_(narrow_tensor_by_index(values, part.storage_offsets, part.lengths))
+            covered += math.prod(part.lengths)
         if covered != math.prod(sizes):
             raise CheckpointError(
                 f"the chunks of {key} cover {covered} of the {math.prod(sizes)} elements asked for."
@@ -188,34 +199,36 @@ class Checkpoint:
         return torch.empty(tuple(sizes), dtype=dtype or info.dtype) if result is None else result
 
     def read_chunk(self, key: str, chunk: Chunk) -> torch.Tensor:
-        """One stored piece of a tensor, of the chunk's shape.
+        """A stored chunk of a tensor.
 
         Raises:
             CheckpointError: The data are damaged, or not what the index says.
         """
-        info = self._info(key)
-        source = f"{key} in {chunk.place.file}"
-        with self._window(chunk.place) as window:
-            values = _read_tensor(window, source)
+        info, source = self._info(key), f"{key} in {chunk.place.file}"
+        values = self._load(chunk.place, key).value
+        if not isinstance(values, torch.Tensor):
+            raise CheckpointError(f"{source} is a {type(values).__name__} where a tensor belongs.")
         if values.dtype != info.dtype or values.numel() != math.prod(chunk.shape):
             raise CheckpointError(
                 f"{source} is {values.dtype} {tuple(values.shape)}, and the index says "
                 f"{info.dtype} {chunk.shape}."
             )
-        return values.reshape(chunk.shape)
+        return values.detach().reshape(chunk.shape)
 
     def _info(self, key: str) -> TensorInfo:
         if key not in self.tensors:
             raise CheckpointError(f"{self.folder} holds no tensor {key}.")
         return self.tensors[key]
 
+    def _load(self, place: Place, key: str) -> Loaded:
+        with io.BufferedReader(_Window(self.folder, place)) as window:
+            return load_torch(window, source=f"{key} in {place.file}")
+
     # ---- the rest -----------------------------------------------------------------------------
 
     def read_blob(self, key: str) -> Loaded:
         """An entry that is no tensor: random state, extra state, a sharded object."""
-        place = self.blobs[key]
-        with self._window(place) as window:
-            return load_torch(window, source=f"{key} in {place.file}")
+        return self._load(self.blobs[key], key)
 
     def blobs_to_pass_on(self) -> dict[str, Place]:
         """All entries but tensors and the common state.
@@ -228,12 +241,9 @@ class Checkpoint:
             require_known(self.read_blob(key), key)
         return found
 
-    def _window(self, place: Place) -> io.BufferedReader:
-        return io.BufferedReader(_Window(self.folder / place.file, place.start, place.length))
-
     @cached_property
     def common(self) -> CommonState:
-        """The common state, from whichever home it has.
+        """The common state, a file or an entry.
 
         Raises:
             CheckpointError: It is missing, or no dict.
@@ -253,17 +263,15 @@ class Checkpoint:
             value = value[0]  # a sharded object stands in a list
         if not isinstance(value, dict):
             raise CheckpointError(f"the common state of {self.folder} is a {type(value).__name__}.")
+        own = self.folder / RUN_CONFIG_FILE
+        config = self._run_config
+        if config is None and value.get("args") is None and own.exists():
+            config = own
         return CommonState(
             in_file=path.exists(),
             loaded=Loaded(value=value, inert=loaded.inert),
-            run_config=self._read_run_config(has_args=value.get("args") is not None),
+            run_config=None if config is None else read_run_config(config),
         )
-
-    def _read_run_config(self, *, has_args: bool) -> Mapping[str, Any] | None:
-        own = self.folder / RUN_CONFIG_FILE
-        if self._run_config is not None:
-            return read_run_config(self._run_config)
-        return read_run_config(own) if own.exists() and not has_args else None
 
 
 def require_known(loaded: Loaded, what: str) -> None:
@@ -298,25 +306,12 @@ def _read_backend(folder: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def _require_whole_files(folder: Path, sizes: Mapping[str, int]) -> None:
-    for name, size in sorted(sizes.items()):
-        path = folder / name
-        if not path.exists():
-            raise CheckpointError(f"{folder} is incomplete: its file {name} is missing.")
-        found = path.stat().st_size
-        if found < size:
-            raise CheckpointError(
-                f"{folder} is damaged: its file {name} has {found:,} bytes, and its index says "
-                f"{size:,}."
-            )
-
-
 class _Window(io.RawIOBase):
-    """A part of a file as a file of its own."""
+    """A part of a file as a file; ``_create_file_view`` of torch seeks from its end wrongly."""
 
-    def __init__(self, path: Path, start: int, length: int) -> None:
-        self._stream = path.open("rb", buffering=0)
-        self._start, self._length, self._at = start, length, 0
+    def __init__(self, folder: Path, place: Place) -> None:
+        self._stream = (folder / place.file).open("rb", buffering=0)
+        self._start, self._length, self._at = place.start, place.length, 0
 
     def readable(self) -> bool:
         return True
@@ -329,9 +324,6 @@ class _Window(io.RawIOBase):
         self._at = max(0, base + offset)
         return self._at
 
-    def tell(self) -> int:
-        return self._at
-
     def readinto(self, buffer: Any) -> int:
         wanted = max(0, min(len(buffer), self._length - self._at))
         self._stream.seek(self._start + self._at)
@@ -342,11 +334,3 @@ class _Window(io.RawIOBase):
     def close(self) -> None:
         self._stream.close()
         super().close()
-
-
-def _read_tensor(window: io.BufferedReader, source: str) -> torch.Tensor:
-    """One tensor that ``torch.save`` wrote."""
-    value = load_torch(window, source=source).value
-    if not isinstance(value, torch.Tensor):
-        raise CheckpointError(f"{source} is a {type(value).__name__} where a tensor belongs.")
-    return value.detach()

@@ -1,4 +1,4 @@
-"""The optimizer state that a checkpoint holds: of which optimizer, and where of each parameter."""
+"""The optimizer state of a checkpoint: which optimizer's, and the box of each parameter."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from megatron_muon.checkpoint.names import (
 from megatron_muon.offline.common_state import CommonState
 from megatron_muon.offline.errors import CheckpointError
 from megatron_muon.offline.index import TensorInfo
+from megatron_muon.offline.outputs import Box, whole
 from megatron_muon.offline.parameters import StoredParameter
 from megatron_muon.offline.reading import Checkpoint
 
@@ -26,30 +27,15 @@ Optimizer = Literal["adam", "muon", "dmuon", "orth_dion", "none", "unknown"]
 GROUP_KEY = "matrix_optimizer"
 """Key of our groups of matrices, ``integration.combined_optimizer.MATRIX_GROUP_KEY``."""
 
+BUCKETS = (
+    "holds Adam's state as dp_reshardable, whose flat buckets do not say which element belongs to "
+    "which parameter"
+)
 RESHARD = (
     "load it with --optimizer adam at the layout that it was saved with, and save it with "
     "--dist-ckpt-optim-fully-reshardable (one iteration is enough); then take that"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Location:
-    """Where one state of one parameter is.
-
-    Attributes:
-        info: The tensor that holds it.
-        offset: First index of the parameter's box in that tensor.
-        shape: Size of the box.
-    """
-
-    info: TensorInfo
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def is_whole(self) -> bool:
-        """True when the tensor holds nothing else."""
-        return self.shape == self.info.shape
+_KNOWN = "Known are Megatron's Adam, its muon, dmuon and Orth-Dion"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +43,9 @@ class SourceState:
     """All optimizer state of a checkpoint.
 
     Attributes:
-        optimizer: Who wrote it.
+        optimizer: Which optimizer wrote it.
         groups: Parameter groups of all its optimizers.
-        states: State name (``fp32_param`` of masters) to location, by parameter name.
+        states: Its boxes, by parameter name and by state (``fp32_param`` of masters).
         factors: Right factors by the name of their matrix.
         grad_scaler: State of the gradient scaler, None without one.
         step_in_state: Whether Adam's step count was beside its state, where torch's Adam keeps it,
@@ -68,16 +54,25 @@ class SourceState:
 
     optimizer: Optimizer
     groups: tuple[dict[str, Any], ...]
-    states: Mapping[str, Mapping[str, Location]]
+    states: Mapping[str, Mapping[str, Box]]
     factors: Mapping[str, TensorInfo]
     grad_scaler: dict[str, Any] | None
     step_in_state: bool
 
+    @property
+    def steps(self) -> int:
+        """Number of steps that the optimizer has made.
 
-BUCKETS = (
-    "holds Adam's state as dp_reshardable, whose flat buckets do not say which element belongs to "
-    "which parameter"
-)
+        Raises:
+            CheckpointError: Adam's moments are there and their number of steps is not.
+        """
+        steps = [int(group["step"]) for group in self.groups if "step" in group]
+        if not steps and any(ADAM_STATES[0] in states for states in self.states.values()):
+            raise CheckpointError(
+                "the checkpoint's common state does not say how many steps Adam has made (step of "
+                "a group, or common_step), which its bias correction needs."
+            )
+        return max(steps, default=0)
 
 
 def has_buckets(checkpoint: Checkpoint) -> bool:
@@ -90,11 +85,12 @@ def optimizer_of(checkpoint: Checkpoint) -> Optimizer:
     states = {known[0] for key in checkpoint.tensors if (known := split_state_key(key))}
     if has_buckets(checkpoint):
         return "adam"
-    if _is_sgd(checkpoint.common) or any(map(unknown_state, checkpoint.tensors)):
+    groups = param_groups(checkpoint.common)
+    if _is_sgd(groups) or any(map(unknown_state, checkpoint.tensors)):
         return "unknown"
     if RIGHT_FACTOR in states:
         return "orth_dion"
-    ours = {group[GROUP_KEY] for group in param_groups(checkpoint.common) if group.get(GROUP_KEY)}
+    ours = {group[GROUP_KEY] for group in groups if group.get(GROUP_KEY)}
     if MOMENTUM in states:
         return "orth_dion" if ours == {"orth_dion"} else "dmuon" if ours else "muon"
     return "adam" if states else "none"
@@ -119,29 +115,6 @@ def _inner(state: dict[str, Any]) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else state
 
 
-def _step_in_state(state: dict[str, Any]) -> Any:
-    kept = state.get("state")
-    return kept.get("common_step") if isinstance(kept, dict) else None
-
-
-def _is_sgd(common: CommonState) -> bool:
-    """Its ``momentum_buffer`` is a sum of gradients, and of every parameter."""
-    return any("dampening" in group for group in param_groups(common))
-
-
-def _require_known_optimizer(checkpoint: Checkpoint) -> None:
-    """Refuse state that would be left behind, or taken for that of another optimizer."""
-    unknown = next((key for key in checkpoint.tensors if unknown_state(key)), None)
-    known = "Known are Megatron's Adam, its muon, dmuon and Orth-Dion"
-    if unknown is not None:
-        raise CheckpointError(
-            f"{checkpoint.folder} holds {unknown}, state of an optimizer that is not known. "
-            f"{known}."
-        )
-    if _is_sgd(checkpoint.common):
-        raise CheckpointError(f"{checkpoint.folder} was saved by SGD. {known}.")
-
-
 def _optimizers(common: CommonState) -> Iterator[dict[str, Any]]:
     state = common.value.get("optimizer")
     if isinstance(state, dict) and any(isinstance(key, int) for key in state):
@@ -150,6 +123,16 @@ def _optimizers(common: CommonState) -> Iterator[dict[str, Any]]:
         yield from state
     elif isinstance(state, dict):
         yield state
+
+
+def _step_in_state(state: dict[str, Any]) -> Any:
+    kept = state.get("state")
+    return kept.get("common_step") if isinstance(kept, dict) else None
+
+
+def _is_sgd(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Its ``momentum_buffer`` is a sum of gradients, and of every parameter."""
+    return any("dampening" in group for group in groups)
 
 
 def source_state(
@@ -166,86 +149,75 @@ def source_state(
         may_lack: Whether weights alone will do.
 
     Raises:
-        CheckpointError: There is no state, or state that belongs to no parameter, or that does not
-            say which element belongs to which parameter.
+        CheckpointError: There is no state, or state of an unknown optimizer, or that belongs to no
+            parameter, or that does not say which element belongs to which parameter.
     """
+    folder, kind = checkpoint.folder, optimizer_of(checkpoint)
     if has_buckets(checkpoint):
-        raise CheckpointError(f"{checkpoint.folder} {BUCKETS}: {RESHARD}.")
-    _require_known_optimizer(checkpoint)
-    kind = optimizer_of(checkpoint)
+        raise CheckpointError(f"{folder} {BUCKETS}: {RESHARD}.")
+    unknown = next(filter(unknown_state, checkpoint.tensors), None)
+    if unknown is not None:
+        raise CheckpointError(
+            f"{folder} holds {unknown}, state of an optimizer that is not known. {_KNOWN}."
+        )
+    if kind == "unknown":
+        raise CheckpointError(f"{folder} was saved by SGD. {_KNOWN}.")
     if kind == "none" and not may_lack:
         raise CheckpointError(
-            f"{checkpoint.folder} holds no optimizer state to convert (it was saved with "
-            "--no-save-optim, or of another optimizer)."
+            f"{folder} holds no optimizer state to convert (it was saved with --no-save-optim, or "
+            "of another optimizer)."
         )
     by_name = {p.name: p for found in parameters.values() for p in found}
-    states: dict[str, dict[str, Location]] = {name: {} for name in by_name}
+    states: dict[str, dict[str, Box]] = {name: {} for name in by_name}
     factors: dict[str, TensorInfo] = {}
     for key, info in checkpoint.tensors.items():
-        known = split_state_key(key)
-        if known is None:
-            continue
-        state, name = known
+        state, name = split_state_key(key) or ("", "")
+        state = MASTER if state == MASTER_OF_ADAM else state
         if state == RIGHT_FACTOR:
             factors[name] = info
         elif name in parameters:
             for parameter in parameters[name]:
-                offset, shape = parameter.box()
-                _put(states[parameter.name], state, Location(info=info, offset=offset, shape=shape))
+                states[parameter.name][state] = parameter.box(info)
         elif name in by_name:
-            whole = Location(info=info, offset=(0,) * len(info.shape), shape=info.shape)
-            _put(states[name], state, whole)
-        else:
-            raise CheckpointError(
-                f"{key} belongs to no parameter of the model part of {checkpoint.folder}."
-            )
-    _require_shapes(by_name, states)
-    scalers = [
-        state["grad_scaler"] for state in _optimizers(checkpoint.common) if "grad_scaler" in state
-    ]
+            states[name][state] = whole(info)
+        elif state:
+            raise CheckpointError(f"{key} belongs to no parameter of the model part of {folder}.")
+    for name, found in states.items():
+        _require_fit(by_name[name], found)
+    optimizers = list(_optimizers(checkpoint.common))
+    scalers = [state["grad_scaler"] for state in optimizers if "grad_scaler" in state]
+    steps = map(_step_in_state, map(_inner, optimizers))
     return SourceState(
         optimizer=kind,
         groups=param_groups(checkpoint.common),
         states=states,
         factors=factors,
         grad_scaler=scalers[0] if scalers else None,
-        step_in_state=any(
-            _step_in_state(_inner(state)) is not None for state in _optimizers(checkpoint.common)
-        ),
+        step_in_state=any(step is not None for step in steps),
     )
 
 
-def _put(states: dict[str, Location], state: str, location: Location) -> None:
-    states[MASTER if state == MASTER_OF_ADAM else state] = location
-
-
-def _require_shapes(
-    parameters: Mapping[str, StoredParameter], states: Mapping[str, Mapping[str, Location]]
-) -> None:
-    for name, found in states.items():
-        shape = parameters[name].facts.shape
-        there = [state for state in ADAM_STATES if state in found]
-        if len(there) == 1:
-            (missing,) = set(ADAM_STATES) - set(there)
+def _require_fit(parameter: StoredParameter, states: Mapping[str, Box]) -> None:
+    """Refuse half of Adam's state, and state of another shape or of integers."""
+    name, shape = parameter.name, parameter.facts.shape
+    there = [state for state in ADAM_STATES if state in states]
+    if len(there) == 1:
+        (missing,) = set(ADAM_STATES) - set(there)
+        raise CheckpointError(
+            f"the checkpoint has {there[0]} of {name} without {missing}, as Lion keeps it; the "
+            "state of that optimizer is not known."
+        )
+    for box in states.values():
+        info = box.info
+        fits = len(box.offset) == len(info.shape) and all(
+            start + size <= whole
+            for start, size, whole in zip(box.offset, box.shape, info.shape, strict=True)
+        )
+        if not fits or box.shape[len(box.shape) - len(shape) :] != shape:
             raise CheckpointError(
-                f"the checkpoint has {there[0]} of {name} without {missing}, as Lion keeps it; the "
-                "state of that optimizer is not known."
+                f"{info.key} has shape {info.shape}, which is not that of the parameter {name}."
             )
-        for state in (MASTER, MOMENTUM, *ADAM_STATES):
-            if state not in found:
-                continue
-            location = found[state]
-            ends = zip(location.offset, location.shape, location.info.shape, strict=False)
-            fits = len(location.offset) == len(location.info.shape) and all(
-                start + size <= whole for start, size, whole in ends
+        if not info.dtype.is_floating_point:
+            raise CheckpointError(
+                f"{info.key} has element type {info.dtype}, which is no floating-point type."
             )
-            if not fits or location.shape[len(location.shape) - len(shape) :] != shape:
-                raise CheckpointError(
-                    f"{location.info.key} has shape {location.info.shape}, which is not that of "
-                    f"the parameter {name}."
-                )
-            if not location.info.dtype.is_floating_point:
-                raise CheckpointError(
-                    f"{location.info.key} has element type {location.info.dtype}, which is no "
-                    "floating-point type."
-                )

@@ -46,7 +46,7 @@ def write_torch_file(
     content: Mapping[str, Any],
     *,
     overwrite: bool,
-    progress: Callable[[int], None] = lambda done: None,
+    progress: Callable[[int], None] = lambda count: None,
 ) -> None:
     """Write what ``torch.load`` reads; no more than one tensor is in memory at a time.
 
@@ -57,7 +57,7 @@ def write_torch_file(
         path: The file.
         content: Nested dicts and lists of plain values, with ``ToWrite`` where tensors go.
         overwrite: Replace a file that is there.
-        progress: Told now and then how many bytes are written.
+        progress: Called with the bytes of every tensor that is written.
 
     Raises:
         CheckpointError: The file exists, or cannot be written.
@@ -95,7 +95,6 @@ def _write(path: Path, content: Mapping[str, Any], progress: Callable[[int], Non
         torch.save(outline, path)
     with FakeTensorMode():
         places = torch.load(path, weights_only=True)
-    done = 0
     with path.open("r+b", buffering=0) as stream:
         for steps, wanted in tensors_in(content):
             values = wanted.make()
@@ -110,8 +109,7 @@ def _write(path: Path, content: Mapping[str, Any], progress: Callable[[int], Non
                 data = memoryview(values.contiguous().flatten().view(torch.uint8).numpy())
                 while data:
                     data = data[stream.write(data) :]
-            done += wanted.nbytes
-            progress(done)
+            progress(wanted.nbytes)
         os.fsync(stream.fileno())
 
 

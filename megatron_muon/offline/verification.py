@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -16,9 +15,10 @@ from megatron_muon.checkpoint.names import (
     split_state_key,
 )
 from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.outputs import Box, whole
 from megatron_muon.offline.parameters import model_tensors, stored_parameters
 from megatron_muon.offline.reading import Checkpoint
-from megatron_muon.offline.source_state import BUCKETS, RESHARD, Location, has_buckets
+from megatron_muon.offline.source_state import BUCKETS, RESHARD, has_buckets
 
 HELP = "compare the values of two checkpoints, tensor by tensor, whatever their layouts"
 PARTS = ("all", "weights", "optimizer")
@@ -100,12 +100,8 @@ def compare(
             yield name, _difference(first, ours[name], second, theirs[name], tolerance)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Entry:
-    """A box of a tensor, without its axes of length one for layer and expert."""
-
-    location: Location
-    shape: tuple[int, ...]
+_Entry = tuple[Box, tuple[int, ...]]
+"""A box of a tensor, and its shape without the axes of length one for layer and expert."""
 
 
 def _entries(checkpoint: Checkpoint, part: str) -> Mapping[str, _Entry]:
@@ -115,36 +111,29 @@ def _entries(checkpoint: Checkpoint, part: str) -> Mapping[str, _Entry]:
     parameters = stored_parameters(model, checkpoint.common) if has_state else {}
     for key, info in checkpoint.tensors.items():
         known = split_state_key(key)
-        whole = Location(info=info, offset=(0,) * len(info.shape), shape=info.shape)
         is_weight = key in model and ".gbuf_idx_" not in key
         if part != "all" and is_weight != (part == "weights"):
             continue
         if known is None:
-            found[key] = _Entry(location=whole, shape=info.shape)
+            found[key] = whole(info), info.shape
             continue
         state = MASTER if known[0] == MASTER_OF_ADAM else known[0]
         if state == RIGHT_FACTOR or known[1] not in parameters:  # V has its matrix's name
-            found[f"{state} of {known[1]}"] = _Entry(location=whole, shape=info.shape)
+            found[f"{state} of {known[1]}"] = whole(info), info.shape
             continue
         for parameter in parameters[known[1]]:
-            offset, shape = parameter.box()
-            location = Location(info=info, offset=offset, shape=shape)
-            found[f"{state} of {parameter.name}"] = _Entry(
-                location=location, shape=parameter.facts.shape
-            )
+            found[f"{state} of {parameter.name}"] = parameter.box(info), parameter.facts.shape
     return found
 
 
 def _difference(
     first: Checkpoint, ours: _Entry, second: Checkpoint, theirs: _Entry, tolerance: float
 ) -> str | None:
-    if ours.shape != theirs.shape:
-        return f"shape {ours.shape} and {theirs.shape}"
+    if ours[1] != theirs[1]:
+        return f"shape {ours[1]} and {theirs[1]}"
     a, b = (
-        checkpoint.read_box(e.location.info.key, e.location.offset, e.location.shape).reshape(
-            e.shape
-        )
-        for checkpoint, e in ((first, ours), (second, theirs))
+        box.tensor(checkpoint, shape, box.info.dtype)
+        for checkpoint, (box, shape) in ((first, ours), (second, theirs))
     )
     if a.dtype == b.dtype and torch.equal(a, b):
         return None

@@ -17,9 +17,15 @@ from pathlib import Path
 
 from megatron_muon.offline.data_files import Progress, write_files
 from megatron_muon.offline.errors import CheckpointError
-from megatron_muon.offline.index import INDEX_FILE, write_index
-from megatron_muon.offline.manifest import MANIFEST_FILE, listed_files, manifest
-from megatron_muon.offline.other_files import copy_others, is_of_checkpoint
+from megatron_muon.offline.index import INDEX_FILE
+from megatron_muon.offline.manifest import (
+    MANIFEST_FILE,
+    copy_others,
+    digest_of,
+    is_of_checkpoint,
+    listed_files,
+    manifest,
+)
 from megatron_muon.offline.outputs import Output
 from megatron_muon.offline.reading import BACKEND_FILE, COMMON_FILE, TRACKER, Checkpoint
 from megatron_muon.offline.safe_pickle import dump_torch
@@ -53,17 +59,10 @@ def write_checkpoint(
         _told_in_a_sentence(folder, "nothing was left of it"),
         _beside(folder, source, overwrite) as staging,
     ):
-        written = write_files(staging, output, source, workers, progress or (lambda done: None))
-        digests = {entry.file: entry.digest for entry in written}
-        places = {at: place for entry in written for at, place in entry.places.items()}
+        digests = write_files(staging, output, source, workers, progress or (lambda count: None))
+        digests[INDEX_FILE] = digest_of(staging / INDEX_FILE)
         if output.common_in_file:
             digests[COMMON_FILE] = _write(staging / COMMON_FILE, dump_torch(output.common))
-        entries = (
-            (t.key, t.shape, t.dtype, [(c.offset, c.shape) for c in t.chunks])
-            for t in output.tensors
-        )
-        write_index(staging / INDEX_FILE, entries, places)
-        digests[INDEX_FILE] = _digest_of(staging / INDEX_FILE)
         text = json.dumps(output.backend).encode()
         digests[BACKEND_FILE] = _write(staging / BACKEND_FILE, text)
         if source is not None:
@@ -221,7 +220,3 @@ def _write(path: Path, data: bytes) -> str:
         stream.flush()
         os.fsync(stream.fileno())
     return hashlib.sha256(data).hexdigest()
-
-
-def _digest_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

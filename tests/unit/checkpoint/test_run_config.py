@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from megatron_muon.offline.command import main
+from megatron_muon.offline.common_state import read_run_config
 from megatron_muon.offline.errors import CheckpointError
 from megatron_muon.offline.reading import Checkpoint
-from megatron_muon.offline.run_config import read_run_config
 from tests.unit.checkpoint.small_run import (
     ADAM,
     ADAM_GROUP,
