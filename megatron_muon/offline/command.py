@@ -18,8 +18,8 @@ from typing import Any
 
 from megatron_muon.offline import (
     convert_command,
-    export_command,
-    import_command,
+    exporting,
+    importing,
     inspection,
     verification,
 )
@@ -29,8 +29,8 @@ from megatron_muon.offline.signals import SIGNALS
 COMMANDS: dict[str, Any] = {
     "inspect": inspection,
     "convert": convert_command,
-    "import": import_command,
-    "export": export_command,
+    "import": importing,
+    "export": exporting,
     "verify": verification,
 }
 """Name to the module that holds HELP, add_arguments and run."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from megatron_muon.offline.errors import CheckpointError
-from megatron_muon.offline.safe_pickle import Loaded
+from megatron_muon.offline.safe_pickle import Loaded, require_known
 
 RUN_CONFIG_FILE = "run_config.yaml"
 
@@ -41,6 +41,15 @@ class CommonState:
         """The dict."""
         found: dict[str, Any] = self.loaded.value
         return found
+
+    def known(self, what: str) -> dict[str, Any]:
+        """The dict, to be written again.
+
+        Raises:
+            CheckpointError: It refers to what has no business in a checkpoint.
+        """
+        require_known(self.loaded, what)
+        return self.value
 
     def argument(self, name: str, default: Any = None) -> Any:
         """One of the arguments of the run that saved, else what its ``run_config.yaml`` says."""

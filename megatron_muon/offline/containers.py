@@ -1,4 +1,4 @@
-"""Where weights and optimizer state are in what ``torch.save`` wrote.
+"""The weights and optimizers in a file of ``torch.save``, whatever containers hold them.
 
 Scripts nest weights and the state dicts of one or several optimizers in dicts and lists of their
 own making. Every tensor of a file must belong to one of them: state in a form that is not known
@@ -26,12 +26,12 @@ FLAT_STATE, FLAT_GROUPS = "state.", "param_groups."
 
 @dataclass(kw_only=True)
 class Contents:
-    """What a file is made of.
+    """The parts of a file.
 
     Attributes:
         weights: Keys that lead to the dict of weights, None without one.
         optimizers: Keys that lead to the state dict of every optimizer, in the file's order.
-        unread: Entries that are neither and hold no tensor of either, such as ``epoch``.
+        unread: Entries that hold no tensor of either, such as ``epoch``.
     """
 
     weights: Steps | None = None
@@ -49,7 +49,7 @@ def find_contents(content: Any, path: Path) -> Contents:
     """Find the weights and every optimizer.
 
     Args:
-        content: What ``torch.load`` gave.
+        content: The value of ``torch.load``.
         path: The file, for messages.
 
     Raises:
@@ -79,13 +79,14 @@ def _visit(value: Any, steps: Steps, found: Contents, path: Path) -> bool:
         found.weights = steps
         found.unread += [label((*steps, k)) for k, v in value.items() if not is_weight(k, v)]
         return True
-    if _is_tensor(value) and value.dim() and (value.is_floating_point() or value.is_complex()):
+    is_tensor = isinstance(value, torch.Tensor) and value.dim()
+    if is_tensor and (value.is_floating_point() or value.is_complex()):
         raise CheckpointError(
             f"{path} has the tensor {label(steps)}, which is part of no weights "
             f"({', '.join(WEIGHTS)}) and of no optimizer's state dict ('state' and 'param_groups', "
             f"or flattened to '{FLAT_STATE}<name>.<field>'); save it without this entry."
         )
-    is_optimizer = is_state_dict(value)
+    is_optimizer = _is_state_dict(value)
     if is_optimizer:
         found.optimizers.append(steps)
     inner = [
@@ -105,8 +106,8 @@ def _children(value: Any) -> Iterable[tuple[Any, Any]]:
     return enumerate(value) if isinstance(value, list | tuple) else ()
 
 
-def is_state_dict(value: Any) -> bool:
-    """Whether it is what an optimizer's ``state_dict`` returns."""
+def _is_state_dict(value: Any) -> bool:
+    """Whether ``Optimizer.state_dict`` returns such a value."""
     return (
         isinstance(value, Mapping)
         and isinstance(value.get("state"), Mapping)
@@ -125,18 +126,14 @@ def is_flat(value: Any) -> bool:
 
 
 def is_weight(name: Any, value: Any) -> bool:
-    """Whether an entry of a model's state dict is a weight; a layer's extra state is none."""
-    return _is_tensor(value) and not str(name).endswith("_extra_state")
+    """Whether an entry of a model's state dict is a weight, and not a layer's extra state."""
+    return isinstance(value, torch.Tensor) and not str(name).endswith("_extra_state")
 
 
 def _is_weights(value: Any, *, is_file: bool) -> bool:
     """Whether it looks like a model's state dict; a whole file must hold nothing but tensors."""
     if not isinstance(value, Mapping):
         return False
-    tensors = sum(_is_tensor(inner) for inner in value.values())
+    tensors = sum(isinstance(inner, torch.Tensor) for inner in value.values())
     nested = any(isinstance(inner, Mapping) for inner in value.values())
     return tensors > 0 and (tensors == len(value) if is_file else not nested)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)

@@ -21,12 +21,7 @@ from megatron_muon.checkpoint.names import (
 )
 from megatron_muon.config import OPTIMIZERS
 from megatron_muon.offline.errors import CheckpointError
-from megatron_muon.offline.momenta import (
-    Convention,
-    adam_convention,
-    conversion_factor,
-    matrix_convention,
-)
+from megatron_muon.offline.momenta import Convention, adam_convention, conversion_factor
 from megatron_muon.offline.outputs import (
     Box,
     OutBlob,
@@ -39,22 +34,16 @@ from megatron_muon.offline.outputs import (
     zeros,
 )
 from megatron_muon.offline.param_groups import (
-    TargetGroups,
+    Target,
     arguments,
     content_metadata,
     optimizer_state,
 )
-from megatron_muon.offline.parameters import (
-    StoredParameter,
-    model_tensors,
-    require_names,
-    stored_parameters,
-)
-from megatron_muon.offline.reading import Checkpoint, require_known
+from megatron_muon.offline.parameters import StoredParameter
+from megatron_muon.offline.reading import Checkpoint
 from megatron_muon.offline.right_factors import factor_tensors
-from megatron_muon.offline.settings import ConvertSettings, saved_flags
-from megatron_muon.offline.source_state import SourceState, source_state
-from megatron_muon.offline.target_routes import target_routes
+from megatron_muon.offline.settings import ConvertSettings, saved_flags, target_routes
+from megatron_muon.offline.source_state import source_state
 
 
 def plan_conversion(checkpoint: Checkpoint, settings: ConvertSettings) -> Output:
@@ -81,12 +70,9 @@ class _StatePlan:
 class _Conversion:
     def __init__(self, checkpoint: Checkpoint, settings: ConvertSettings) -> None:
         self.checkpoint, self.settings = checkpoint, settings
-        self.matrices_settings = settings.matrix
-        self.model = model_tensors(checkpoint)
         # Model tensors without state (position buffers, frozen weights) are parameters to nobody.
-        self.parameters = stored_parameters(self.model, checkpoint.common)
-        require_names(self.parameters, checkpoint.common)
-        self.source: SourceState = source_state(checkpoint, self.parameters)
+        self.source = source_state(checkpoint)
+        self.model = self.source.model
         self.masters = self._masters()
         self.target: Convention = (
             Convention(kind="dion", factor=settings.matrix.momentum)
@@ -94,12 +80,13 @@ class _Conversion:
             else Convention(kind="average", factor=0.0)
         )
         self.adam_source = adam_convention(self.source.groups)
-        self.matrix_source = matrix_convention(
-            self.source.optimizer, checkpoint.common, self.source.groups, settings.heavy_ball
-        )
-        trained = [parameter for _, found in self._trained() for parameter in found]
-        self.is_matrix = target_routes(trained, settings)
-        self.has_masters = self._has_masters()
+        self.matrix_source = self.source.momentum_convention(settings.heavy_ball)
+        self.trained = dict(self._trained())
+        every = [parameter for found in self.trained.values() for parameter in found]
+        self.is_matrix = target_routes(every, settings)
+        # megatron-core's muon stores no masters of fp32 weights.
+        is_fp32 = all(self.model[key].dtype == torch.float32 for key in self.trained)
+        self.has_masters = settings.to != "muon" or not is_fp32
         self.zeros: list[str] = []
         self.fresh_adam: list[str] = []
 
@@ -110,7 +97,7 @@ class _Conversion:
         masters themselves.
         """
         found = {}
-        for key, parameters in self.parameters.items():
+        for key, parameters in self.source.parameters.items():
             for parameter in parameters:
                 states = self.source.states[parameter.name]
                 if MASTER in states:
@@ -127,14 +114,9 @@ class _Conversion:
                     found[parameter.name] = parameter.box(info)
         return found
 
-    def _has_masters(self) -> bool:
-        """Whether the target stores masters: megatron-core's muon does not of fp32 weights."""
-        trained = [self.model[key].dtype for key, _ in self._trained()]
-        return self.settings.to != "muon" or any(dtype != torch.float32 for dtype in trained)
-
     def _trained(self) -> Iterator[tuple[str, tuple[StoredParameter, ...]]]:
         """Keys whose parameters have state, and these parameters."""
-        for key, found in self.parameters.items():
+        for key, found in self.source.parameters.items():
             trained = tuple(p for p in found if p.name in self.masters)
             if trained and len(trained) != len(found):
                 missing = next(p.name for p in found if p.name not in self.masters)
@@ -149,7 +131,7 @@ class _Conversion:
     def output(self) -> Output:
         """The plan of everything."""
         tensors: list[OutTensor] = []
-        for key, found in self._trained():
+        for key, found in self.trained.items():
             tensors += self._state_tensors(key, found)
         stored = {tensor.key for tensor in tensors}  # weights that are masters, too
         tensors += [
@@ -158,7 +140,7 @@ class _Conversion:
             if key not in stored
         ]
         if self.settings.to == "orth_dion":
-            for _, found in self._trained():
+            for found in self.trained.values():
                 for parameter in found:
                     tensors += self._right_factors(parameter)
         # What the source keeps besides (random state as tensors, if ever): nothing is lost.
@@ -302,29 +284,20 @@ class _Conversion:
         )
 
     def _common(self) -> dict[str, object]:
-        common = self.checkpoint.common
-        require_known(common.loaded, "the common state")
-        value = dict(common.value)
-        value["optimizer"] = optimizer_state(
-            self.source.groups,
-            TargetGroups(
-                optimizer=self.settings.to,
-                has_matrices=any(self.is_matrix.values()),
-                step=0 if self.fresh_adam else self.source.steps,
-                momentum=self._upstream_momentum() if self.settings.to == "muon" else 0.0,
-                has_masters=self.has_masters,
-                step_in_state=self.source.step_in_state,
-            ),
-            self.source.grad_scaler,
+        value = dict(self.source.common.known("the common state"))
+        target = Target(
+            optimizer=self.settings.to,
+            source=self.source,
+            has_matrices=any(self.is_matrix.values()),
+            step=0 if self.fresh_adam else self.source.steps,
+            momentum=self._upstream_momentum() if self.settings.to == "muon" else 0.0,
+            has_masters=self.has_masters,
         )
-        args = arguments(
-            common, self.settings.to, saved_flags(self.settings), has_masters=self.has_masters
-        )
+        value["optimizer"] = optimizer_state(target)
+        args = arguments(target, saved_flags(self.settings))
         if args is not None:
             value["args"] = args
-        value["content_metadata"] = content_metadata(
-            common, self.settings.to, has_masters=self.has_masters
-        )
+        value["content_metadata"] = content_metadata(target)
         return value
 
     def _upstream_momentum(self) -> float:

@@ -1,4 +1,4 @@
-"""``convert`` on the command line."""
+"""The command line of ``convert``, and the end of every command that writes a checkpoint."""
 
 from __future__ import annotations
 
@@ -111,11 +111,7 @@ def write_output(output: Output, options: argparse.Namespace, source: Checkpoint
     """
     output = replace(output, notes=(*output.notes, *notes_on_others(source.folder)))
     if options.dry_run:
-        for tensor in output.tensors:
-            shape = "x".join(str(size) for size in tensor.shape) or "scalar"
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            print(f"{tensor.key}  {shape}  {dtype}  {tensor.rule}")
-        print(*output.notes, sep="\n")
+        print(*output.tensors, *output.notes, sep="\n")
     step = output.common.get("iteration")
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise CheckpointError(f"the common state says iteration {step!r}, which is none.")

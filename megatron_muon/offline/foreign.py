@@ -1,9 +1,9 @@
-"""State outside Megatron: what a file of ``torch.save`` holds, told from its content.
+"""State outside Megatron: the content of a file of ``torch.save``.
 
 ``plain``: what ``export`` writes, ``{"model": {name: w}, "state": {name: {state: x}}, …}``.
 Weights and state dicts of optimizers in any containers (``containers``): a state dict is
-``{"state": {i or name: {…}}, "param_groups": […]}``, or the same flattened. The fields tell whose
-it is:
+``{"state": {i or name: {…}}, "param_groups": […]}``, or the same flattened. The fields tell which
+optimizer's it is:
 
 ``momentum_buffer``: torch.optim.Muon, an average (``buf.lerp_(grad, 1 - momentum)``); in a group
 with ``dampening``, torch.optim.SGD, a sum.
@@ -15,7 +15,7 @@ with ``dampening``, torch.optim.SGD, a sum.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,13 +45,13 @@ _PLAIN_STATES: Final = (MASTER, MOMENTUM, *ADAM_STATES, RIGHT_FACTOR)
 
 @dataclass(kw_only=True)
 class Foreign:
-    """Everything that a file holds.
+    """The content of a file.
 
     Attributes:
         path: The file.
-        weights: Where each weight is, by name.
-        states: Where each state is, by name and by our name of the state.
-        momenta: How the momentum of a name is kept.
+        weights: Keys that lead to each weight, by name.
+        states: Keys that lead to each state, by name and by our name of the state.
+        momenta: The convention of each momentum, by name.
         steps: Numbers of steps that Adam has made, empty where the file does not say.
         unread: Entries that are not used.
     """
@@ -97,27 +97,27 @@ def read_foreign(
         contents = find_contents(content, path)
         found.unread = contents.unread
         if contents.weights is not None:
-            found.weights = {
-                name: (*contents.weights, name)
-                for name, value in at(content, contents.weights).items()
-                if is_weight(name, value)
-            }
+            weights = at(content, contents.weights)
+            named = [name for name, value in weights.items() if is_weight(name, value)]
+            found.weights = {name: (*contents.weights, name) for name in named}
         states = {steps: at(content, steps) for steps in contents.optimizers}
-        numbered = [steps for steps, state in states.items() if _is_numbered(state, path)]
+        groups = {steps: state.get("param_groups", ()) for steps, state in states.items()}
+        numbered = [
+            steps
+            for steps, listed in groups.items()
+            if any(_names_of(group, path) is None for group in listed)
+        ]
         _require_names_for(numbered, names, path)
         given = dict(zip(numbered, names, strict=False))
         for steps, state in states.items():
             if is_flat(state):
-                _read_flat(state, steps, found, heavy_ball)
+                entries = _flat_entries(state, steps)
             else:
-                _read_state_dict(state, steps, found, given.get(steps), heavy_ball)
-    _require_dense(content, found)
+                entries = _entries(state, steps, given.get(steps), path)
+            for name, fields, values, group in entries:
+                _put(found, name, fields, values, group, heavy_ball)
+    _require_dense(found)
     return found
-
-
-def _is_numbered(state: Mapping[str, Any], path: Path) -> bool:
-    """Whether a state dict has parameters without names."""
-    return any(_names_of(group, path) is None for group in state.get("param_groups", ()))
 
 
 def _names_of(group: Any, path: Path) -> Sequence[Any] | None:
@@ -151,13 +151,13 @@ def _require_names_for(
     )
 
 
-def _require_dense(content: Mapping[str, Any], found: Foreign) -> None:
-    """Refuse what is no tensor, or none whose elements are in the file."""
+def _require_dense(found: Foreign) -> None:
+    """Refuse entries that are no tensors, or tensors without elements in the file."""
     listed = dict(found.weights)
     for name, states in found.states.items():
         listed |= {f"{state} of {name}": steps for state, steps in states.items()}
     for what, steps in listed.items():
-        value = at(content, steps)
+        value: Any = found.tensor(steps)
         is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)  # and no DTensor
         kind = "" if is_plain else f"a {type(value).__name__}"
         if not kind and (value.is_meta or value.layout != torch.strided or value.is_quantized):
@@ -183,6 +183,9 @@ def read_names(path: Path) -> list[str]:
     if twice:
         raise CheckpointError(f"--param-names {path} names {twice[0]} twice.")
     return names
+
+
+# ---- the plain format -------------------------------------------------------------------------
 
 
 def _read_plain(content: Mapping[str, Any], found: Foreign) -> None:
@@ -224,65 +227,47 @@ def _plain_convention(about: Any, path: Path) -> Convention:
 
 
 def _step(value: Any, path: Path) -> int:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = value.item()
+    value = _number(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value < 1 << 53:
         raise CheckpointError(f"{path} says step {value!r}, which is no number of steps.")
     return int(value)
 
 
-def _read_state_dict(
-    state: Mapping[str, Any],
-    before: Steps,
-    found: Foreign,
-    given: Sequence[str] | None,
-    heavy_ball: float | None,
-) -> None:
-    named = dict(_named(state["param_groups"], given, found.path))
+def _number(value: Any) -> Any:
+    """The number in a tensor of one element; any other value as it is."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+# ---- state dicts ------------------------------------------------------------------------------
+
+_Entry = tuple[str, dict[str, Steps], Mapping[str, Any], Mapping[str, Any]]
+"""State of one parameter: its name, keys that lead to every field, the fields, its group."""
+
+
+def _entries(
+    state: Mapping[str, Any], before: Steps, given: Sequence[str] | None, path: Path
+) -> Iterator[_Entry]:
+    named = dict(_named(state["param_groups"], given, path))
     for key, kept in state["state"].items():
         if not isinstance(kept, Mapping) or key not in named:
             what = "is in none of its groups" if key not in named else "is no dict"
-            raise CheckpointError(f"{found.path} has state of parameter {key}, which {what}.")
+            raise CheckpointError(f"{path} has state of parameter {key}, which {what}.")
         name, group = named[key]
-        fields = {field: (*before, "state", key, field) for field in kept}
-        _put(found, name, fields, kept, group, heavy_ball)
+        yield name, {entry: (*before, "state", key, entry) for entry in kept}, kept, group
 
 
-def _read_flat(
-    state: Mapping[str, Any], before: Steps, found: Foreign, heavy_ball: float | None
-) -> None:
+def _flat_entries(state: Mapping[str, Any], before: Steps) -> Iterator[_Entry]:
     """``state.<name>.<field>`` and ``param_groups.<name>.<option>``."""
-    kept: dict[str, dict[str, Any]] = {}
-    groups: dict[str, dict[str, Any]] = {}
+    kept: dict[str, dict[str, Any]] = defaultdict(dict)
+    groups: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in state.items():
-        prefix = FLAT_STATE if key.startswith(FLAT_STATE) else FLAT_GROUPS
-        name, _, field_ = key.removeprefix(prefix).rpartition(".")
-        (kept if prefix == FLAT_STATE else groups).setdefault(name, {})[field_] = value
+        part, prefix = (kept, FLAT_STATE) if key.startswith(FLAT_STATE) else (groups, FLAT_GROUPS)
+        name, _, entry = key.removeprefix(prefix).rpartition(".")
+        part[name][entry] = value
     for name, values in kept.items():
-        fields = {field_: (*before, f"{FLAT_STATE}{name}.{field_}") for field_ in values}
-        _put(found, name, fields, values, groups.get(name, {}), heavy_ball)
-
-
-def _put(
-    found: Foreign,
-    name: str,
-    fields: Mapping[str, Steps],
-    values: Mapping[str, Any],
-    group: Mapping[str, Any],
-    heavy_ball: float | None,
-) -> None:
-    """State of one parameter; a field that is None holds nothing."""
-    where = {field: steps for field, steps in fields.items() if values[field] is not None}
-    states, convention = _translated(name, where, group, heavy_ball)
-    if name in found.states:
-        raise CheckpointError(f"{found.path} has state of {name} twice.")
-    found.states[name] = states
-    if convention is not None:
-        found.momenta[name] = convention
-    step = values.get("step", group.get("step"))
-    if step is not None and ADAM_STATES[0] in states:
-        found.steps.add(_step(step, found.path))
+        fields: dict[str, Steps] = {e: (*before, f"{FLAT_STATE}{name}.{e}") for e in values}
+        yield name, fields, values, groups[name]
 
 
 def _named(
@@ -312,48 +297,66 @@ def _named(
         )
 
 
-def _translated(
-    name: str, where: Mapping[str, Steps], group: Mapping[str, Any], heavy_ball: float | None
-) -> tuple[dict[str, Steps], Convention | None]:
-    """State of one parameter under our names, and how its momentum is kept."""
-    fields = set(where) - {"step"}
-    if fields == set(ADAM_STATES):
-        return {state: where[state] for state in ADAM_STATES}, None
-    if fields == {"momentum", "variance"}:
-        return dict(zip(ADAM_STATES, (where["momentum"], where["variance"]), strict=True)), None
-    if fields == {"momentum_buffer"}:
-        if heavy_ball is not None:
-            return {MOMENTUM: where["momentum_buffer"]}, Convention(kind="sum", factor=heavy_ball)
-        beta = _factor(group, "momentum", name)
-        is_sgd = "dampening" in group
-        if is_sgd and group["dampening"]:
-            raise CheckpointError(
-                f"the group of {name} has dampening {group['dampening']!r}, so its momentum is "
-                "neither an average nor a sum of gradients; type --heavy-ball BETA to take it for "
-                "a sum."
-            )
-        kind: Kind = "sum" if is_sgd else "average"
-        return {MOMENTUM: where["momentum_buffer"]}, Convention(kind=kind, factor=beta)
-    if fields == {"momentum", "Q"}:
-        mu = _factor(group, "mu", name)
-        found = {MOMENTUM: where["momentum"], RIGHT_FACTOR: where["Q"]}
-        return found, Convention(kind="dion", factor=mu)
-    if fields == {"momentum"}:
-        mu = _factor(group, "mu", name)
-        return {MOMENTUM: where["momentum"]}, Convention(kind="sum", factor=mu)
-    if not fields:
-        return {}, None
-    listed = ", ".join(sorted(map(str, fields)))
+def _put(
+    found: Foreign,
+    name: str,
+    fields: Mapping[str, Steps],
+    values: Mapping[str, Any],
+    group: Mapping[str, Any],
+    heavy_ball: float | None,
+) -> None:
+    """Add the state of one parameter; a field that is None holds nothing."""
+    where = {entry: steps for entry, steps in fields.items() if values[entry] is not None}
+    if name in found.states:
+        raise CheckpointError(f"{found.path} has state of {name} twice.")
+    states = found.states[name] = _our_names(name, where)
+    if MOMENTUM in states:
+        found.momenta[name] = _convention(name, where, group, heavy_ball)
+    step = values.get("step", group.get("step"))
+    if step is not None and ADAM_STATES[0] in states:
+        found.steps.add(_step(step, found.path))
+
+
+def _our_names(name: str, where: Mapping[str, Steps]) -> dict[str, Steps]:
+    """State of one parameter under our names."""
+    first, second = ADAM_STATES
+    layouts: tuple[dict[str, str], ...] = (
+        {},
+        {first: first, second: second},
+        {"momentum": first, "variance": second},
+        {"momentum_buffer": MOMENTUM},
+        {"momentum": MOMENTUM, "Q": RIGHT_FACTOR},
+        {"momentum": MOMENTUM},
+    )
+    fields = where.keys() - {"step"}
+    for layout in layouts:
+        if fields == layout.keys():
+            return {ours: where[theirs] for theirs, ours in layout.items()}
     raise CheckpointError(
-        f"the state of {name} has the fields {listed}, which are those of no "
-        "optimizer that is known: torch.optim.Muon, SGD, AdamW, or Muon and Dion of microsoft/dion."
+        f"the state of {name} has the fields {', '.join(sorted(map(str, fields)))}, which are "
+        "those of no optimizer that is known: torch.optim.Muon, SGD, AdamW, or Muon and Dion of "
+        "microsoft/dion."
     )
 
 
+def _convention(
+    name: str, where: Mapping[str, Steps], group: Mapping[str, Any], heavy_ball: float | None
+) -> Convention:
+    if "momentum_buffer" not in where:
+        return Convention(kind="dion" if "Q" in where else "sum", factor=_factor(group, "mu", name))
+    if heavy_ball is not None:
+        return Convention(kind="sum", factor=heavy_ball)
+    factor = _factor(group, "momentum", name)
+    if group.get("dampening"):
+        raise CheckpointError(
+            f"the group of {name} has dampening {group['dampening']!r}, so its momentum is neither "
+            "an average nor a sum of gradients; type --heavy-ball BETA to take it for a sum."
+        )
+    return Convention(kind="sum" if "dampening" in group else "average", factor=factor)
+
+
 def _factor(group: Mapping[str, Any], key: str, name: str) -> float:
-    value = group.get(key)
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        value = float(value)
+    value = _number(group.get(key))
     if isinstance(value, int | float) and 0.0 <= float(value) < 1.0:
         return float(value)
     found = "" if value is None else f", which is {value!r}"

@@ -1,4 +1,4 @@
-"""What one optimizer's momentum is in another's convention.
+"""The conventions in which optimizers keep a momentum, and the factor from one to another.
 
 With gradients G and the factors β, β₁, μ of the optimizers:
 
@@ -23,12 +23,12 @@ Kind = Literal["average", "sum", "dion"]
 
 @dataclass(frozen=True, kw_only=True)
 class Convention:
-    """How a momentum is kept.
+    """The form in which a momentum is kept.
 
     Attributes:
         kind: ``average``, ``sum`` or ``dion``.
         factor: β or μ, None where the checkpoint does not say it.
-        unsaid: What to say then, the beginning of a sentence.
+        unsaid: Beginning of the sentence to say then.
     """
 
     kind: Kind
@@ -49,21 +49,15 @@ class Convention:
 
 def conversion_factor(source: Convention, target: Convention) -> float | None:
     """Factor on a momentum; None where the source keeps nothing of what was captured (μ = 0)."""
-    if source.kind == target.kind == "average" or source == target:
-        return 1.0
-    if source.kind == target.kind == "dion":
+    if source == target or (source.kind == target.kind != "sum"):
         return 1.0
     kept = source.known
     if source.kind == "dion" and kept == 0.0:
         return None
-    as_sum = {
-        "average": 1.0 / (1.0 - kept),
-        "sum": 1.0,
-        "dion": 1.0 / kept if kept else 0.0,
-    }[source.kind]
+    as_sum = {"average": 1.0 - kept, "sum": 1.0, "dion": kept}[source.kind]
     # Of the sum: an average takes its own source's factor, so that it is the source's average.
     factor = kept if target.kind == "average" else target.known
-    return as_sum * {"average": 1.0 - factor, "sum": 1.0, "dion": factor}[target.kind]
+    return 1.0 / as_sum * {"average": 1.0 - factor, "sum": 1.0, "dion": factor}[target.kind]
 
 
 def adam_convention(groups: Iterable[Mapping[str, Any]]) -> Convention:
@@ -87,7 +81,7 @@ def matrix_convention(
     """That of a source's ``momentum_buffer``.
 
     Args:
-        optimizer: Who wrote it.
+        optimizer: Which optimizer wrote it.
         common: Its common state, whose arguments say the factor.
         groups: Its parameter groups; megatron-core's muon says the factor there.
         heavy_ball: β when the user says that it is a sum.

@@ -1,27 +1,70 @@
-"""One tensor for each weight of an unfused model, and the rows of Megatron's parameter it has.
+"""Names and rows of weights outside Megatron.
 
 Megatron stacks layers and experts, and fuses q, k and v, gate and up. Outside it every weight has a
 name of its own: Megatron's own (``decoder.layers.3.mlp.linear_fc2.weight``, fused weights as they
 are) or that of Llama, Qwen, Mixtral and DeepSeek models in Hugging Face's form
-(``model.layers.3.mlp.down_proj.weight``, fused weights taken apart).
+(``model.layers.3.mlp.down_proj.weight``, fused weights taken apart). A model that was wrapped, by
+DDP, ``torch.compile`` or FSDP, has further pieces in its names.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Final, Literal
 
 import torch
 
 from megatron_muon.matrices import WHOLE, Packing, intervals
-from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.errors import CheckpointError, and_more
+from megatron_muon.offline.foreign import Foreign
 from megatron_muon.offline.parameters import StoredParameter
+from megatron_muon.offline.reading import Checkpoint
+from megatron_muon.offline.torch_files import Steps, at, read_torch_file
 
 Names = Literal["megatron", "hf"]
 
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+_VOCABULARY: Final = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def add_name_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags of ``import`` and ``export`` on names outside Megatron."""
+    parser.add_argument(
+        "--names",
+        choices=("megatron", "hf"),
+        default="megatron",
+        help="of weights in the file: Megatron's own, layers and experts one by one, or those of "
+        "Llama, Qwen, Mixtral and DeepSeek models, fused weights taken apart",
+    )
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="rows of embeddings and output layer that are no padding, which is left out of the "
+        "file; default: all rows are in it",
+    )
+
+
+def vocabulary(options: argparse.Namespace) -> int | None:
+    """Rows of the vocabulary that are no padding, None for all of them.
+
+    Megatron's saved ``vocab_size`` does not say: a tokenizer may add rows of its own to it.
+
+    Raises:
+        CheckpointError: The user's number is not positive.
+    """
+    asked: int | None = options.vocab_size
+    if asked is not None and asked < 1:
+        raise CheckpointError(f"--vocab-size is {asked}; it must be at least 1.")
+    return asked
+
+
+# ---- tensors outside Megatron -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +92,14 @@ class PlainTensor:
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """Its rows of the parameter."""
-        if self.rows == ((0, len(whole)),):
+        if not whole.dim() or self.rows == ((0, len(whole)),):
             return whole
         return torch.cat([whole[start:stop] for start, stop in self.rows])
 
     def put(self, whole: torch.Tensor, values: torch.Tensor) -> None:
         """Write its rows into the parameter."""
+        if not whole.dim():
+            whole.copy_(values)
         first = 0
         for start, stop in self.rows:
             whole[start:stop] = values[first : first + stop - start]
@@ -85,9 +130,8 @@ def plain_tensors(
         except KeyError:
             nameless.append(parameter.name)
     if nameless:
-        more = f" and {len(nameless) - 1} more" if len(nameless) > 1 else ""
         raise CheckpointError(
-            f"{nameless[0]}{more} has no name in Hugging Face's form; type --names megatron."
+            f"{and_more(nameless)} has no name in Hugging Face's form; type --names megatron."
         )
     return tuple(found)
 
@@ -202,3 +246,125 @@ def hf_name(name: str, part: str, is_mla: bool) -> str:
         raise KeyError(name)
     where = (inside[1] or "").replace("local_experts.", "")
     return f"{before}mlp.{where}{_FEED_FORWARD[inside[2] + suffix]}.{leaf}"
+
+
+# ---- values of a file -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromFile:
+    """A whole parameter (or its state) from the plain tensors of a file.
+
+    Attributes:
+        path: The file.
+        parts: Every plain tensor of the parameter, with the keys that lead to its values; None
+            for a tensor that is a state by itself (a right factor).
+        factor: Number that all are multiplied by.
+    """
+
+    path: Path
+    parts: tuple[tuple[PlainTensor | None, Steps], ...]
+    factor: float = 1.0
+
+    def tensor(
+        self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The elements; rows that no plain tensor has (padding) are zero."""
+        whole: torch.Tensor | None = None
+        for plain, steps in self.parts:
+            values: torch.Tensor = at(read_torch_file(self.path), steps)
+            if self.factor != 1.0:
+                exact = torch.promote_types(values.dtype, torch.float32)
+                values = values.to(exact) * self.factor
+            if plain is None:
+                return values.to(dtype).reshape(shape).contiguous()
+            _require_range(values, dtype, f"{plain.name} of {self.path}")
+            if whole is None:
+                whole = torch.zeros(plain.parameter.facts.shape, dtype=dtype)
+            plain.put(whole, values.to(dtype))
+        assert whole is not None
+        return whole.reshape(shape)
+
+
+def _require_range(values: torch.Tensor, dtype: torch.dtype, what: str) -> None:
+    """Refuse finite values that are inf in a narrower dtype."""
+    both = dtype.is_floating_point and values.dtype.is_floating_point
+    if not both or not values.numel():
+        return
+    largest = torch.finfo(dtype).max
+    if torch.finfo(values.dtype).max > largest:
+        finite = values.abs().nan_to_num(nan=0.0, posinf=0.0)
+        if float(finite.max()) > largest:
+            raise CheckpointError(f"{what} has {float(finite.max()):g}, which is inf as {dtype}.")
+
+
+# ---- wrapped models ---------------------------------------------------------------------------
+
+_ANYWHERE: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Pieces that wrappers of single layers put into names, and that no model has of its own."""
+
+
+def without_wrappers(foreign: Foreign, known: Collection[str]) -> tuple[Foreign, str]:
+    """The content of a file under the known names, those of the bare model, and what was removed.
+
+    A prefix is removed where all weights (or all states) have it: ``module.``, and any other after
+    which all names are known.
+
+    Raises:
+        CheckpointError: Two names become one.
+    """
+    weights, states = _bare(foreign.weights, known), _bare(foreign.states, known)
+    for names in (weights, states):
+        twice = [name for name, count in Counter(names.values()).items() if count > 1]
+        if twice:
+            raise CheckpointError(
+                f"{foreign.path} has {twice[0]} twice, of a wrapped model and of a bare one."
+            )
+    removed = {piece for new in (weights, states) for piece in _removed(new)}
+    renamed = replace(
+        foreign,
+        weights={weights[name]: steps for name, steps in foreign.weights.items()},
+        states={states[name]: kept for name, kept in foreign.states.items()},
+        momenta={states[name]: kept for name, kept in foreign.momenta.items()},
+    )
+    return renamed, ", ".join(sorted(f"'{piece}.'" for piece in removed))
+
+
+def _bare(names: Iterable[str], known: Collection[str]) -> Mapping[str, str]:
+    """New name by old one."""
+    split = {name: [piece for piece in name.split(".") if piece not in _ANYWHERE] for name in names}
+    columns = zip(*(pieces[:-1] for pieces in split.values()), strict=False)
+    shared = [column[0] for column in takewhile(lambda column: len({*column}) == 1, columns)]
+    depth = next((i for i, piece in enumerate(shared) if piece != "module"), len(shared))
+    for length in range(len(shared) + 1):
+        if all(".".join(pieces[length:]) in known for pieces in split.values()):
+            depth = length
+            break
+    return {name: ".".join(pieces[depth:]) for name, pieces in split.items()}
+
+
+def _removed(new_names: Mapping[str, str]) -> Iterable[str]:
+    """What was removed: the prefix, and pieces inside of names."""
+    for old, new in new_names.items():
+        pieces = old.split(".")
+        yield from (piece for piece in _ANYWHERE if piece in pieces)
+        left = [piece for piece in pieces if piece not in _ANYWHERE]
+        prefix = left[: len(left) - len(new.split("."))]
+        if prefix:
+            yield ".".join(prefix)
+
+
+def prefix_of_some(strange: Iterable[str], foreign: Foreign, known: Collection[str]) -> str:
+    """Why a prefix of unknown names was not removed; empty if they have none."""
+    for dotted in strange:
+        pieces = dotted.split(".")
+        length = next((i for i in range(1, len(pieces)) if ".".join(pieces[i:]) in known), 0)
+        if length:
+            prefix = ".".join(pieces[:length]) + "."
+            other = next((n for n in sorted(foreign.names) if not n.startswith(prefix)), None)
+            if other is not None:
+                return (
+                    f"; the prefix '{prefix}' is removed where all names have it, and {other} does "
+                    "not have it"
+                )
+    return ""

@@ -31,7 +31,7 @@ from megatron_muon.checkpoint.files import first_damage
 from megatron_muon.offline.common_state import RUN_CONFIG_FILE, CommonState, read_run_config
 from megatron_muon.offline.errors import CheckpointError
 from megatron_muon.offline.index import INDEX_FILE, Chunk, Place, TensorInfo, read_index
-from megatron_muon.offline.safe_pickle import Loaded, load_torch
+from megatron_muon.offline.safe_pickle import Loaded, load_torch, require_known
 
 BACKEND_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
@@ -271,19 +271,6 @@ class Checkpoint:
             in_file=path.exists(),
             loaded=Loaded(value=value, inert=loaded.inert),
             run_config=None if config is None else read_run_config(config),
-        )
-
-
-def require_known(loaded: Loaded, what: str) -> None:
-    """Refuse to pass on what names functions or classes of strangers.
-
-    Raises:
-        CheckpointError: It does.
-    """
-    if loaded.foreign:
-        raise CheckpointError(
-            f"{what} refers to {loaded.foreign[0]}, which has no business in a checkpoint; it was "
-            "not run, and is not passed on."
         )
 
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron_muon.checkpoint.names import RIGHT_FACTOR, state_key
 from megatron_muon.linalg import full_precision_matmul, gram
-from megatron_muon.matrices import SplitMode, intervals, merged_rule
+from megatron_muon.matrices import intervals, merged_rule
 from megatron_muon.offline.errors import CheckpointError
 from megatron_muon.offline.index import TensorInfo
 from megatron_muon.offline.outputs import Box, OutChunk, OutTensor, copied
@@ -27,69 +27,31 @@ step of Orth-Dion is one more."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LogicalRows:
-    """The rows of one logical matrix in its parameter.
+class Factor:
+    """V of one logical matrix.
 
     Attributes:
-        name: Name of the matrix, under which its factor is stored.
-        rows: Half-open row intervals.
-        shape: (m, n) of the matrix.
+        name: Name of the matrix.
+        rows: Half-open row intervals of the matrix in its parameter.
+        shape: Shape of the parameter.
+        momentum: The parameter's momentum, or what is proportional to it, of which V is the leading
+            right singular subspace; None for the V that training starts with.
     """
 
     name: str
     rows: tuple[tuple[int, int], ...]
-    shape: tuple[int, int]
-
-
-def logical_rows(parameter: StoredParameter, split: SplitMode) -> Iterator[LogicalRows]:
-    """The matrices of a parameter, named as ``matrices.logical_matrices`` names them."""
-    rows, cols = parameter.facts.shape
-    for part, found in intervals(parameter.packing, rows, split).items():
-        yield LogicalRows(
-            name=f"{parameter.name}[{part}]" if part else parameter.name,
-            rows=tuple(found),
-            shape=(sum(stop - start for start, stop in found), cols),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class SeededFactor:
-    """The V that training starts with.
-
-    Attributes:
-        name: Name of the matrix.
-    """
-
-    name: str
-
-    def tensor(
-        self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """V (short side, rank)."""
-        return seeded_right_factor(self.name, shape[0], shape[1], dtype=dtype)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeadingFactor:
-    """The leading right singular subspace of a momentum.
-
-    Attributes:
-        matrix: The logical matrix.
-        momentum: The whole parameter's momentum, or what is proportional to it.
-        parameter_shape: Shape of the parameter.
-    """
-
-    matrix: LogicalRows
-    momentum: Box
-    parameter_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    momentum: Box | None
 
     def tensor(
         self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
         """V (short side, rank); the seeded one of a momentum that is zero."""
-        start = seeded_right_factor(self.matrix.name, shape[0], shape[1])
-        whole = self.momentum.tensor(source, self.parameter_shape, torch.float32)
-        matrix = torch.cat([whole[first:last] for first, last in self.matrix.rows])
+        if self.momentum is None:
+            return seeded_right_factor(self.name, shape[0], shape[1], dtype=dtype)
+        start = seeded_right_factor(self.name, shape[0], shape[1])
+        whole = self.momentum.tensor(source, self.shape, torch.float32)
+        matrix = torch.cat([whole[first:last] for first, last in self.rows])
         del whole
         return leading_right_subspace(matrix, start).to(dtype)
 
@@ -133,20 +95,20 @@ def factor_tensors(
     momentum: Box | None,
     kept: Mapping[str, TensorInfo],
 ) -> Iterator[OutTensor]:
-    """The right factors of all matrices of a parameter.
+    """The right factors of all matrices of a parameter, named as ``logical_matrices`` names them.
 
     Args:
         parameter: The parameter.
-        settings: What the conversion was told.
+        settings: Settings of the conversion.
         momentum: Its momentum, None when that starts at zero.
         kept: Right factors of the source; one of the right shape is copied.
 
     Raises:
         CheckpointError: The matrices of the parameter are not known.
     """
-    matrix_settings = settings.matrix
-    rule = merged_rule(matrix_settings.rules, parameter.name)
-    split = matrix_settings.split_of(parameter.family, parameter.packing, rule)
+    matrix = settings.matrix
+    rule = merged_rule(matrix.rules, parameter.name)
+    split = matrix.split_of(parameter.family, parameter.packing, rule)
     if parameter.problem and split != "none":
         raise CheckpointError(
             f"{parameter.name} cannot be cut into its matrices: {parameter.problem}; or keep all "
@@ -154,30 +116,28 @@ def factor_tensors(
             f"Adam with --matrix-rule '{parameter.name}:optimizer=adam', in training, too."
         )
     ranks = OrthDionRule(
-        rank_fraction=matrix_settings.rank_fraction,
-        rank_multiple_of=matrix_settings.rank_multiple_of,
-        scale_mode=matrix_settings.scale_mode,
+        rank_fraction=matrix.rank_fraction,
+        rank_multiple_of=matrix.rank_multiple_of,
+        scale_mode=matrix.scale_mode,
     )
-    for matrix in logical_rows(parameter, split):
-        m, n = matrix.shape
+    height, n = parameter.facts.shape
+    for part, rows in intervals(parameter.packing, height, split).items():
+        name = f"{parameter.name}[{part}]" if part else parameter.name
+        m = sum(stop - start for start, stop in rows)
         shape = (min(m, n), ranks.rank(m, n))
-        key = state_key(RIGHT_FACTOR, matrix.name)
-        known = kept.get(matrix.name)
+        key, known = state_key(RIGHT_FACTOR, name), kept.get(name)
         if known is not None and known.shape == shape and known.dtype == settings.v_dtype:
             yield copied(known, key, "V, copied")
             continue
-        value: SeededFactor | LeadingFactor
-        if momentum is None or settings.right_factor == "seeded":
-            value, words = SeededFactor(name=matrix.name), "the seeded start"
-        else:
-            value = LeadingFactor(
-                matrix=matrix, momentum=momentum, parameter_shape=parameter.facts.shape
-            )
-            words = "leading right subspace of the momentum"
+        is_seeded = momentum is None or settings.right_factor == "seeded"
+        value = Factor(
+            name=name,
+            rows=tuple(rows),
+            shape=parameter.facts.shape,
+            momentum=None if is_seeded else momentum,
+        )
+        words = "the seeded start" if is_seeded else "leading right subspace of the momentum"
+        chunk = OutChunk(offset=(0, 0), shape=shape, value=value)
         yield OutTensor(
-            key=key,
-            shape=shape,
-            dtype=settings.v_dtype,
-            chunks=(OutChunk(offset=(0, 0), shape=shape, value=value),),
-            rule=f"V, {words}",
+            key=key, shape=shape, dtype=settings.v_dtype, chunks=(chunk,), rule=f"V, {words}"
         )

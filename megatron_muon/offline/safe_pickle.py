@@ -154,6 +154,19 @@ class Loaded:
         )
 
 
+def require_known(loaded: Loaded, what: str) -> None:
+    """Refuse to pass on what names functions or classes of strangers.
+
+    Raises:
+        CheckpointError: It does.
+    """
+    if loaded.foreign:
+        raise CheckpointError(
+            f"{what} refers to {loaded.foreign[0]}, which has no business in a checkpoint; it was "
+            "not run, and is not passed on."
+        )
+
+
 class _Unpickler(pickle.Unpickler):
     """Reads a pickle; with an archive, what ``torch.save`` wrote under ``root`` in it."""
 

@@ -1,10 +1,11 @@
-"""What ``convert`` is told: flags on top of those that the run was saved with."""
+"""Settings of ``convert``: flags on top of those that the run was saved with."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,9 +15,10 @@ import torch
 from megatron_muon.config import OPTIMIZERS, Flag, MatrixConfig
 from megatron_muon.flags import FLAGS, add_flag, read_settings, value_problems
 from megatron_muon.linalg import STATE_DTYPES
-from megatron_muon.matrices import Family, Rule
+from megatron_muon.matrices import Family, Rule, merged_rule, route, unmatched_rules
 from megatron_muon.offline.common_state import CommonState
 from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.parameters import StoredParameter
 
 TARGETS = ("adam", "dmuon", "orth_dion", "muon")
 """Optimizers to convert to; ``muon`` is megatron-core's own, layer-wise."""
@@ -32,7 +34,7 @@ def no_split_flag(family: Family) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertSettings:
-    """What ``convert`` is to do.
+    """Settings of a conversion.
 
     Attributes:
         to: One of ``TARGETS``.
@@ -40,8 +42,8 @@ class ConvertSettings:
         heavy_ball: β when the source's momentum is a sum of gradients and no average.
         momentum_start: ``source``, or ``zero`` to let the matrices start without momentum.
         right_factor: Where Orth-Dion's V comes from: ``momentum`` or ``seeded``.
-        megatron_version: Version of megatron-core that is to read the result, None for the
-            source's home of the common state.
+        megatron_version: Version of megatron-core that is to read the result, None to keep the
+            common state where the source has it.
     """
 
     to: str
@@ -75,10 +77,6 @@ def add_matrix_flags(parser: argparse.ArgumentParser) -> None:
 
 def require_meaning(options: argparse.Namespace, source: str) -> None:
     """Refuse flags that change nothing.
-
-    Args:
-        options: Of ``convert``; a flag that was not given is None or empty.
-        source: Whose state the checkpoint holds.
 
     Raises:
         CheckpointError: With all such flags.
@@ -140,6 +138,56 @@ def _text(rule: Rule) -> str:
     fields = ("optimizer", "split", "lr_mult", "wd_mult")
     values = ((field, getattr(rule, field)) for field in fields)
     return f"{rule.pattern}:" + ",".join(f"{k}={v}" for k, v in values if v is not None)
+
+
+def target_routes(
+    parameters: Sequence[StoredParameter], settings: ConvertSettings
+) -> dict[str, bool]:
+    """Whether a parameter is a matrix, by name; decided by the rules of training.
+
+    Raises:
+        CheckpointError: A rule that matches nothing or cannot be, or nothing is a matrix.
+    """
+    names = [parameter.name for parameter in parameters]
+    unmatched = unmatched_rules(settings.matrix.rules, names)
+    if unmatched:
+        example = next((name for name in names if "linear" in name), names[0])
+        raise CheckpointError(
+            f"rule '{unmatched[0]}' (--matrix-rule or --matrix-rules) matches no trainable "
+            f"parameter; names look like '{example}'."
+        )
+    if settings.to == "adam":
+        return dict.fromkeys(names, False)
+    if settings.to == "muon":
+        upstreams = {parameter.name: _is_upstreams(parameter) for parameter in parameters}
+        if not any(upstreams.values()):
+            raise CheckpointError(
+                "no parameter has two dimensions and goes to megatron-core's muon."
+            )
+        return upstreams
+    rules, min_dim = settings.matrix.rules, settings.matrix.min_dim
+    try:
+        routes = {
+            p.name: route(p.facts, merged_rule(rules, p.name), min_dim=min_dim) for p in parameters
+        }
+    except ValueError as error:
+        raise CheckpointError(f"{error}.") from error
+    found = {name: chosen.optimizer == "matrix" for name, chosen in routes.items()}
+    if not any(found.values()):
+        reasons = Counter(chosen.reason for chosen in routes.values()).most_common()
+        raise CheckpointError(
+            f"no parameter is a matrix by the rules, so there is nothing for {settings.to} to "
+            f"train: {', '.join(f'{count} {reason}' for reason, count in reasons)} "
+            f"(--matrix-min-dim is {min_dim})."
+        )
+    return found
+
+
+def _is_upstreams(parameter: StoredParameter) -> bool:
+    """megatron-core's ``_is_nonlinear_or_embedding``: routers and position embeddings are its."""
+    pieces = parameter.name.split(".")
+    is_flagged = "word_embeddings" in pieces or "output_layer" in pieces
+    return len(parameter.facts.shape) == 2 and not is_flagged
 
 
 def parse_version(text: str) -> tuple[int, int]:

@@ -18,8 +18,14 @@ from megatron_muon.checkpoint.names import (
 from megatron_muon.offline.common_state import CommonState
 from megatron_muon.offline.errors import CheckpointError
 from megatron_muon.offline.index import TensorInfo
+from megatron_muon.offline.momenta import Convention, matrix_convention
 from megatron_muon.offline.outputs import Box, whole
-from megatron_muon.offline.parameters import StoredParameter
+from megatron_muon.offline.parameters import (
+    StoredParameter,
+    model_tensors,
+    require_names,
+    stored_parameters,
+)
 from megatron_muon.offline.reading import Checkpoint
 
 Optimizer = Literal["adam", "muon", "dmuon", "orth_dion", "none", "unknown"]
@@ -40,9 +46,12 @@ _KNOWN = "Known are Megatron's Adam, its muon, dmuon and Orth-Dion"
 
 @dataclass(frozen=True, kw_only=True)
 class SourceState:
-    """All optimizer state of a checkpoint.
+    """The model and all optimizer state of a checkpoint.
 
     Attributes:
+        common: The common state.
+        model: Tensors of the model part, by key.
+        parameters: Their parameters, by key.
         optimizer: Which optimizer wrote it.
         groups: Parameter groups of all its optimizers.
         states: Its boxes, by parameter name and by state (``fp32_param`` of masters).
@@ -52,6 +61,9 @@ class SourceState:
             and not in its groups, as Transformer Engine's and Apex's.
     """
 
+    common: CommonState
+    model: Mapping[str, TensorInfo]
+    parameters: Mapping[str, tuple[StoredParameter, ...]]
     optimizer: Optimizer
     groups: tuple[dict[str, Any], ...]
     states: Mapping[str, Mapping[str, Box]]
@@ -73,6 +85,17 @@ class SourceState:
                 "a group, or common_step), which its bias correction needs."
             )
         return max(steps, default=0)
+
+    def momentum_convention(self, heavy_ball: float | None) -> Convention:
+        """That of ``momentum_buffer``.
+
+        Args:
+            heavy_ball: β when the user says that it is a sum of gradients.
+
+        Raises:
+            CheckpointError: The user's β, or what was saved, is out of range.
+        """
+        return matrix_convention(self.optimizer, self.common, self.groups, heavy_ball)
 
 
 def has_buckets(checkpoint: Checkpoint) -> bool:
@@ -135,23 +158,21 @@ def _is_sgd(groups: Sequence[Mapping[str, Any]]) -> bool:
     return any("dampening" in group for group in groups)
 
 
-def source_state(
-    checkpoint: Checkpoint,
-    parameters: Mapping[str, Sequence[StoredParameter]],
-    *,
-    may_lack: bool = False,
-) -> SourceState:
-    """Find every state of every parameter.
+def source_state(checkpoint: Checkpoint, *, may_lack: bool = False) -> SourceState:
+    """Find every parameter and every state of it.
 
     Args:
         checkpoint: The checkpoint.
-        parameters: Those of its model part, by key.
         may_lack: Whether weights alone will do.
 
     Raises:
         CheckpointError: There is no state, or state of an unknown optimizer, or that belongs to no
-            parameter, or that does not say which element belongs to which parameter.
+            parameter, or that does not say which element belongs to which parameter; or names of
+            parameters would be guessed.
     """
+    model = model_tensors(checkpoint)
+    parameters = stored_parameters(model, checkpoint.common)
+    require_names(parameters, checkpoint.common)
     folder, kind = checkpoint.folder, optimizer_of(checkpoint)
     if has_buckets(checkpoint):
         raise CheckpointError(f"{folder} {BUCKETS}: {RESHARD}.")
@@ -188,6 +209,9 @@ def source_state(
     scalers = [state["grad_scaler"] for state in optimizers if "grad_scaler" in state]
     steps = map(_step_in_state, map(_inner, optimizers))
     return SourceState(
+        common=checkpoint.common,
+        model=model,
+        parameters=parameters,
         optimizer=kind,
         groups=param_groups(checkpoint.common),
         states=states,

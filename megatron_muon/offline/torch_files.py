@@ -23,13 +23,7 @@ Steps = tuple[str | int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ToWrite:
-    """A tensor of a file that is written.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its element type.
-        make: Called once, when its turn comes.
-    """
+    """A tensor of a file that is written; ``make`` is called once, when its turn comes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -48,10 +42,11 @@ def write_torch_file(
     overwrite: bool,
     progress: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Write what ``torch.load`` reads; no more than one tensor is in memory at a time.
+    """Write a file for ``torch.load``, with no more than one tensor in memory at a time.
 
     The file is written without the tensors' elements first (``torch.serialization.skip_data``),
     which are then put in their places. It appears under its name when it is complete.
+    ``HuggingFaceStorageWriter`` is not used: it holds all tensors of a file.
 
     Args:
         path: The file.
@@ -72,15 +67,10 @@ def write_torch_file(
             raise CheckpointError(f"{path} exists; type --overwrite to replace it.")
         _write(staging, content, progress)
         staging.replace(path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch's writer reports a full disk by the latter
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
         raise CheckpointError(
-            f"{path} cannot be written ({error.strerror or error}), and nothing was left of it."
-        ) from error
-    except RuntimeError as error:  # torch's writer tells of a full disk by it
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(
-            f"{path} cannot be written ({str(error).splitlines()[0]}), and nothing was left of it."
+            f"{path} cannot be written ({reason}), and nothing was left of it."
         ) from error
     finally:
         with suppress(OSError):
@@ -88,12 +78,10 @@ def write_torch_file(
 
 
 def _write(path: Path, content: Mapping[str, Any], progress: Callable[[int], None]) -> None:
-    mode = FakeTensorMode()
-    with mode:
+    with FakeTensorMode() as mode:
         outline = _outline(content)
-    with torch.serialization.skip_data(materialize_fake_tensors=True), mode:
-        torch.save(outline, path)
-    with FakeTensorMode():
+        with torch.serialization.skip_data(materialize_fake_tensors=True), mode:
+            torch.save(outline, path)
         places = torch.load(path, weights_only=True)
     with path.open("r+b", buffering=0) as stream:
         for steps, wanted in tensors_in(content):
@@ -121,9 +109,9 @@ def _outline(content: Any) -> Any:
     return content
 
 
-def tensors_in(content: Any, steps: Steps = ()) -> list[tuple[Steps, Any]]:
-    """Tensors (or ``ToWrite``) of nested dicts, with the keys that lead to each."""
-    if isinstance(content, ToWrite | torch.Tensor):
+def tensors_in(content: Any, steps: Steps = ()) -> list[tuple[Steps, ToWrite]]:
+    """The tensors of nested dicts, with the keys that lead to each."""
+    if isinstance(content, ToWrite):
         return [(steps, content)]
     if not isinstance(content, Mapping):
         return []
@@ -132,35 +120,30 @@ def tensors_in(content: Any, steps: Steps = ()) -> list[tuple[Steps, Any]]:
 
 def at(content: Any, steps: Sequence[str | int]) -> Any:
     """The value that some keys lead to."""
-    for step in steps:
-        content = content[step]
-    return content
+    return functools.reduce(lambda value, step: value[step], steps, content)
 
 
 @functools.lru_cache(maxsize=4)
 def read_torch_file(path: Path) -> Any:
-    """The dict (or list of dicts) of a file of ``torch.save``.
-
-    Its tensors are left on disk until they are used.
+    """The dict (or list of dicts) of a file; its tensors are left on disk until they are used.
 
     Raises:
         CheckpointError: It cannot be read, or holds more than tensors and plain values.
     """
+    is_zip = zipfile.is_zipfile(path)
     try:
-        found = torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error}).") from error
     except pickle.UnpicklingError as error:
-        if not zipfile.is_zipfile(path):
+        if is_zip:
             raise CheckpointError(
-                f"{path} is no file of torch.save, or an old one with more than tensors and plain "
-                "values."
+                f"{path} holds more than tensors and plain values, which is not loaded: save the "
+                "state dict alone, without the optimizer or model object."
             ) from error
         raise CheckpointError(
-            f"{path} holds more than tensors and plain values, which is not loaded: save the "
-            "state dict alone, without the optimizer or model object."
+            f"{path} is no file of torch.save, or an old one with more than tensors and plain "
+            "values."
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
