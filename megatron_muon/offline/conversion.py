@@ -7,7 +7,7 @@ copied byte by byte, and so is every state that only changes its name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -30,8 +30,8 @@ from megatron_muon.offline.outputs import (
     OutTensor,
     Zeros,
     copied,
-    scaled,
-    zeros,
+    in_chunks_of,
+    in_one_chunk,
 )
 from megatron_muon.offline.param_groups import (
     Target,
@@ -59,12 +59,8 @@ def plan_conversion(checkpoint: Checkpoint, settings: ConvertSettings) -> Output
     return _Conversion(checkpoint, settings).output()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _StatePlan:
-    """One state of one parameter: the source of its elements, and words on it."""
-
-    value: Box | Zeros
-    rule: str
+_StatePlan = tuple[Box | Zeros, str]
+"""One state of one parameter: the source of its elements, and words on it."""
 
 
 class _Conversion:
@@ -168,23 +164,18 @@ class _Conversion:
             return
         # Layers with different states are stored one by one, under their own names.
         for parameter in found:
-            for state, plan in plans[parameter.name].items():
-                shape = parameter.facts.shape
-                chunk = OutChunk(offset=(0,) * len(shape), shape=shape, value=plan.value)
-                yield OutTensor(
-                    key=self._key(state, parameter.name, is_matrix=self.is_matrix[parameter.name]),
-                    shape=shape,
-                    dtype=torch.float32,
-                    chunks=(chunk,),
-                    rule=plan.rule,
-                )
+            for state, (value, rule) in plans[parameter.name].items():
+                key = self._key(state, parameter.name, parameter)
+                yield in_one_chunk(key, parameter.facts.shape, torch.float32, rule, value)
 
-    def _key(self, state: str, name: str, *, is_matrix: bool) -> str:
+    def _key(self, state: str, name: str, parameter: StoredParameter) -> str:
+        """Key of a state of one parameter or of several, under their name."""
         if not self.has_masters:
             return name if state == MASTER else state_key(state, name)
         if self.settings.to == "muon":
             # megatron-core chains an optimizer of matrices and Adam.
-            return f"chained_{0 if is_matrix else 1}.{state_key(state, name)}"
+            number = 0 if self.is_matrix[parameter.name] else 1
+            return f"chained_{number}.{state_key(state, name)}"
         is_adams = self.settings.to == "adam" and state == MASTER
         return state_key(MASTER_OF_ADAM if is_adams else state, name)
 
@@ -196,30 +187,29 @@ class _Conversion:
         plans: Sequence[_StatePlan],
     ) -> OutTensor:
         """One state of all layers and experts of a tensor of the model."""
-        is_matrix = self.is_matrix[found[0].name]
-        name, model = self._key(state, key, is_matrix=is_matrix), self.model[key]
-        value, rule = plans[0].value, plans[0].rule
-        sources = {(p.value.info.key, p.value.factor) for p in plans if isinstance(p.value, Box)}
-        if not sources:
-            return zeros(model, name, torch.float32, rule)
-        same = len(sources) == 1 and all(isinstance(p.value, Box) for p in plans)
-        if same and isinstance(value, Box) and value.info.shape == model.shape:
-            if value.factor == 1.0 and value.info.dtype == torch.float32:
-                return copied(value.info, name, rule)
-            return scaled(value.info, name, value.factor, torch.float32, rule)
-        boxes = [parameter.box(model) for parameter in found]
-        chunks = [
-            OutChunk(offset=box.offset, shape=box.shape, value=plan.value)
-            for box, plan in zip(boxes, plans, strict=True)
-        ]
-        rules = dict.fromkeys(plan.rule for plan in plans)
-        return OutTensor(
-            key=name,
-            shape=model.shape,
-            dtype=torch.float32,
-            chunks=tuple(chunks),
-            rule="; ".join(rules),
+        name, model, dtype = self._key(state, key, found[0]), self.model[key], torch.float32
+        rule = "; ".join(dict.fromkeys(rule for _, rule in plans))
+        boxes = [value for value, _ in plans if isinstance(value, Box)]
+        if not boxes:
+            return in_chunks_of(model, name, dtype, rule, lambda chunk: Zeros())
+        first = boxes[0]
+        same = all((box.info, box.factor) == (first.info, first.factor) for box in boxes)
+        if same and len(boxes) == len(plans) and first.info.shape == model.shape:
+            if first.factor == 1.0 and first.info.dtype == dtype:
+                return copied(first.info, name, rule)
+            return in_chunks_of(
+                first.info,
+                name,
+                dtype,
+                rule,
+                lambda chunk: replace(first, offset=chunk.offset, shape=chunk.shape),
+            )
+        places = [parameter.box(model) for parameter in found]
+        chunks = tuple(
+            OutChunk(offset=place.offset, shape=place.shape, value=value)
+            for place, (value, _) in zip(places, plans, strict=True)
         )
+        return OutTensor(key=name, shape=model.shape, dtype=dtype, chunks=chunks, rule=rule)
 
     # ---- one parameter ------------------------------------------------------------------------
 
@@ -230,14 +220,14 @@ class _Conversion:
         words = "master from the weight, there is no other" if is_weight else "master, copied"
         if not self.has_masters:
             words = "weight, copied" if is_weight else "weight, from the master"
-        plans = {MASTER: _StatePlan(value=master, rule=words)}
+        plans: dict[str, _StatePlan] = {MASTER: (master, words)}
         states = self.source.states[name]
         if self.is_matrix[name]:
             plans[MOMENTUM] = self._momentum(name, states)
             return plans
         if all(state in states for state in ADAM_STATES):
             for state in ADAM_STATES:
-                plans[state] = _StatePlan(value=states[state], rule=f"{state}, copied")
+                plans[state] = states[state], f"{state}, copied"
             return plans
         # A first moment without its second one would make steps many times too large.
         self.fresh_adam.append(name)
@@ -258,12 +248,11 @@ class _Conversion:
         if factor is None:
             return self._zero(MOMENTUM, name)
         words = "copied" if factor == 1.0 else f"times {factor:.6g}"
-        rule = f"momentum from {said}, {words}"
-        return _StatePlan(value=replace(box, factor=factor), rule=rule)
+        return replace(box, factor=factor), f"momentum from {said}, {words}"
 
     def _zero(self, state: str, name: str) -> _StatePlan:
         self.zeros.append(f"{state} of {name}")
-        return _StatePlan(value=Zeros(), rule=f"{state} starts at zero")
+        return Zeros(), f"{state} starts at zero"
 
     def _right_factors(self, parameter: StoredParameter) -> Iterator[OutTensor]:
         if not self.is_matrix[parameter.name]:

@@ -27,7 +27,16 @@ from megatron_muon.offline.errors import CheckpointError, and_more
 from megatron_muon.offline.foreign import Foreign, read_foreign, read_names
 from megatron_muon.offline.index import TensorInfo
 from megatron_muon.offline.momenta import conversion_factor
-from megatron_muon.offline.outputs import OutBlob, OutChunk, Output, OutTensor, Zeros, copied, whole
+from megatron_muon.offline.outputs import (
+    OutBlob,
+    OutChunk,
+    Output,
+    OutTensor,
+    Zeros,
+    copied,
+    in_one_chunk,
+    whole,
+)
 from megatron_muon.offline.parameters import StoredParameter
 from megatron_muon.offline.plain_names import (
     FromFile,
@@ -294,9 +303,8 @@ class _Import:
                 f"have {info.shape} (--orth-dion-rank-fraction)."
             )
         value = FromFile(path=self.foreign.path, parts=((None, steps),))
-        chunk = OutChunk(offset=(0,) * len(info.shape), shape=info.shape, value=value)
         rule = f"right factor from {self.foreign.path.name}"
-        return OutTensor(key=key, shape=info.shape, dtype=info.dtype, chunks=(chunk,), rule=rule)
+        return in_one_chunk(key, info.shape, info.dtype, rule, value)
 
     # ---- the rest -----------------------------------------------------------------------------
 

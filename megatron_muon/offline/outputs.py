@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -157,27 +158,23 @@ class Output:
 
 def copied(info: TensorInfo, key: str, rule: str) -> OutTensor:
     """A tensor of the source as it is, under a key."""
-    chunks = tuple(_chunk(chunk, Bytes(place=chunk.place)) for chunk in info.chunks)
-    return OutTensor(key=key, shape=info.shape, dtype=info.dtype, chunks=chunks, rule=rule)
+    return in_chunks_of(info, key, info.dtype, rule, lambda chunk: Bytes(place=chunk.place))
 
 
-def scaled(info: TensorInfo, key: str, factor: float, dtype: torch.dtype, rule: str) -> OutTensor:
-    """A tensor of the source times a factor, in the same chunks."""
-    chunks = tuple(
-        _chunk(c, Box(info=info, offset=c.offset, shape=c.shape, factor=factor))
-        for c in info.chunks
-    )
+def in_chunks_of(
+    info: TensorInfo, key: str, dtype: torch.dtype, rule: str, value: Callable[[Chunk], Value]
+) -> OutTensor:
+    """A tensor in the shape and the chunks of a tensor of the source."""
+    chunks = tuple(OutChunk(offset=c.offset, shape=c.shape, value=value(c)) for c in info.chunks)
     return OutTensor(key=key, shape=info.shape, dtype=dtype, chunks=chunks, rule=rule)
 
 
-def zeros(info: TensorInfo, key: str, dtype: torch.dtype, rule: str) -> OutTensor:
-    """Zeros in the shape and the chunks of a tensor of the source."""
-    chunks = tuple(_chunk(chunk, Zeros()) for chunk in info.chunks)
-    return OutTensor(key=key, shape=info.shape, dtype=dtype, chunks=chunks, rule=rule)
-
-
-def _chunk(chunk: Chunk, value: Value) -> OutChunk:
-    return OutChunk(offset=chunk.offset, shape=chunk.shape, value=value)
+def in_one_chunk(
+    key: str, shape: tuple[int, ...], dtype: torch.dtype, rule: str, value: Value
+) -> OutTensor:
+    """A tensor that is one chunk."""
+    chunk = OutChunk(offset=(0,) * len(shape), shape=shape, value=value)
+    return OutTensor(key=key, shape=shape, dtype=dtype, chunks=(chunk,), rule=rule)
 
 
 def described(shape: tuple[int, ...], dtype: torch.dtype) -> str:

@@ -12,7 +12,7 @@ from megatron_muon.linalg import full_precision_matmul, gram
 from megatron_muon.matrices import intervals, merged_rule
 from megatron_muon.offline.errors import CheckpointError
 from megatron_muon.offline.index import TensorInfo
-from megatron_muon.offline.outputs import Box, OutChunk, OutTensor, copied
+from megatron_muon.offline.outputs import Box, OutTensor, copied, in_one_chunk
 from megatron_muon.offline.parameters import StoredParameter
 from megatron_muon.offline.reading import Checkpoint
 from megatron_muon.offline.settings import ConvertSettings, no_split_flag
@@ -137,7 +137,4 @@ def factor_tensors(
             momentum=None if is_seeded else momentum,
         )
         words = "the seeded start" if is_seeded else "leading right subspace of the momentum"
-        chunk = OutChunk(offset=(0, 0), shape=shape, value=value)
-        yield OutTensor(
-            key=key, shape=shape, dtype=settings.v_dtype, chunks=(chunk,), rule=f"V, {words}"
-        )
+        yield in_one_chunk(key, shape, settings.v_dtype, f"V, {words}", value)
