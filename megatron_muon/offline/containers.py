@@ -15,10 +15,12 @@ from typing import Any, Final
 import torch
 
 from megatron_muon.offline.errors import CheckpointError
-from megatron_muon.offline.torch_files import Steps
 
 WEIGHTS: Final = ("model", "module", "model_state_dict", "state_dict", "weights")
 """Keys under which scripts, torch's tutorials, Lightning and DeepSpeed keep weights."""
+
+_Steps = tuple[str | int, ...]
+"""Keys that lead to a value in nested dicts and lists."""
 
 FLAT_STATE, FLAT_GROUPS = "state.", "param_groups."
 """Prefixes of a state dict that ``torch.distributed.checkpoint.state_dict`` has flattened."""
@@ -29,17 +31,19 @@ class Contents:
     """The parts of a file.
 
     Attributes:
-        weights: Keys that lead to the dict of weights, None without one.
-        optimizers: Keys that lead to the state dict of every optimizer, in the file's order.
+        weights: The weights, by name.
+        where: The entry that holds them, empty without weights.
+        optimizers: The entry and the state dict of every optimizer, in the file's order.
         unread: Entries that hold no tensor of either, such as ``epoch``.
     """
 
-    weights: Steps | None = None
-    optimizers: list[Steps] = field(default_factory=list)
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    where: str = ""
+    optimizers: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
 
 
-def label(steps: Steps) -> str:
+def _label(steps: _Steps) -> str:
     """An entry as one would write it: ``optimizers[0]``, ``app.model``."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
     return text.removeprefix(".") or "the file itself"
@@ -65,30 +69,31 @@ def find_contents(content: Any, path: Path) -> Contents:
     return found
 
 
-def _visit(value: Any, steps: Steps, found: Contents, path: Path) -> bool:
+def _visit(value: Any, steps: _Steps, found: Contents, path: Path) -> bool:
     """Whether it is, or holds, weights or an optimizer; these are put into ``found``."""
     if is_flat(value):
-        found.optimizers.append(steps)
+        found.optimizers.append((_label(steps), value))
         return True
     if _is_weights(value, is_file=not steps) and (not steps or steps[-1] in WEIGHTS):
-        if found.weights is not None:
+        if found.where:
             raise CheckpointError(
-                f"{path} has weights as {label(found.weights)} and as {label(steps)}: save it with "
-                "those alone that are to be imported."
+                f"{path} has weights as {found.where} and as {_label(steps)}: save it with those "
+                "alone that are to be imported."
             )
-        found.weights = steps
-        found.unread += [label((*steps, k)) for k, v in value.items() if not is_weight(k, v)]
+        found.where = _label(steps)
+        found.weights = {name: v for name, v in value.items() if _is_weight(name, v)}
+        found.unread += [_label((*steps, k)) for k in value if k not in found.weights]
         return True
     is_tensor = isinstance(value, torch.Tensor) and value.dim()
     if is_tensor and (value.is_floating_point() or value.is_complex()):
         raise CheckpointError(
-            f"{path} has the tensor {label(steps)}, which is part of no weights "
+            f"{path} has the tensor {_label(steps)}, which is part of no weights "
             f"({', '.join(WEIGHTS)}) and of no optimizer's state dict ('state' and 'param_groups', "
             f"or flattened to '{FLAT_STATE}<name>.<field>'); save it without this entry."
         )
     is_optimizer = _is_state_dict(value)
     if is_optimizer:
-        found.optimizers.append(steps)
+        found.optimizers.append((_label(steps), value))
     inner = [
         (key, _visit(child, (*steps, key), found, path))
         for key, child in _children(value)
@@ -96,7 +101,7 @@ def _visit(value: Any, steps: Steps, found: Contents, path: Path) -> bool:
     ]
     holds = is_optimizer or any(held for _, held in inner)
     if holds:
-        found.unread += [label((*steps, key)) for key, held in inner if not held]
+        found.unread += [_label((*steps, key)) for key, held in inner if not held]
     return holds
 
 
@@ -125,7 +130,7 @@ def is_flat(value: Any) -> bool:
     )
 
 
-def is_weight(name: Any, value: Any) -> bool:
+def _is_weight(name: Any, value: Any) -> bool:
     """Whether an entry of a model's state dict is a weight, and not a layer's extra state."""
     return isinstance(value, torch.Tensor) and not str(name).endswith("_extra_state")
 

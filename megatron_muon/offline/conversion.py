@@ -150,7 +150,7 @@ class _Conversion:
             tensors=tuple(tensors),
             blobs=self._blobs(),
             common=self._common(),
-            common_in_file=self.settings.common_in_file(self.checkpoint.common.in_file),
+            common_in_file=self.checkpoint.common.in_file,
             backend=self.checkpoint.backend,
             notes=tuple(self._notes()),
         )

@@ -96,19 +96,18 @@ def run(options: argparse.Namespace) -> int:
         heavy_ball=options.heavy_ball,
         momentum_start=options.momentum_start or "source",
         right_factor=options.right_factor_start or "momentum",
-        megatron_version=options.megatron_version,
     )
-    return write_output(plan_conversion(checkpoint, settings), options, checkpoint)
+    output = for_version(plan_conversion(checkpoint, settings), options.megatron_version)
+    return write_output(output, options, checkpoint)
+
+
+def for_version(output: Output, version: tuple[int, int] | None) -> Output:
+    """The output with its common state where a version reads it: in ``common.pt`` up to 0.18."""
+    return output if version is None else replace(output, common_in_file=version < (0, 19))
 
 
 def write_output(output: Output, options: argparse.Namespace, source: Checkpoint) -> int:
-    """Write what a command has planned, as its flags say; the end of every such command.
-
-    Args:
-        output: The plan.
-        options: Its ``target`` and the flags of ``add_writing_flags``.
-        source: The checkpoint that it is made from.
-    """
+    """Write a planned checkpoint, as ``target`` and the flags of ``add_writing_flags`` say."""
     output = replace(output, notes=(*output.notes, *notes_on_others(source.folder)))
     if options.dry_run:
         print(*output.tensors, *output.notes, sep="\n")
@@ -122,17 +121,12 @@ def write_output(output: Output, options: argparse.Namespace, source: Checkpoint
         check_target(folder, source, overwrite=options.overwrite)
         print(f"would be written to {folder}")
         return 0
-    report = ProgressReport(output.nbytes)
+    report, overwrite = ProgressReport(output.nbytes), options.overwrite
     write_checkpoint(
-        folder,
-        output,
-        source=source,
-        overwrite=options.overwrite,
-        workers=workers,
-        progress=report,
+        folder, output, source=source, overwrite=overwrite, workers=workers, progress=report
     )
     report.finish()
-    if last is None or (options.overwrite and (last == "release" or last < step)):
+    if last is None or (overwrite and (last == "release" or last < step)):
         write_tracker(root, step)
     elif last != step:
         # Megatron takes --ckpt-step 0 for none, and looks for it only where there is a number.

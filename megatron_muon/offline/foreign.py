@@ -29,12 +29,10 @@ from megatron_muon.offline.containers import (
     FLAT_STATE,
     find_contents,
     is_flat,
-    is_weight,
-    label,
 )
 from megatron_muon.offline.errors import CheckpointError
 from megatron_muon.offline.momenta import Convention, Kind, factor_in_range
-from megatron_muon.offline.torch_files import Steps, at, read_torch_file
+from megatron_muon.offline.torch_files import read_torch_file
 
 PLAIN_FORMAT = "megatron_muon plain 1"
 _PLAIN_ENTRIES: Final = frozenset(
@@ -45,20 +43,20 @@ _PLAIN_STATES: Final = (MASTER, MOMENTUM, *ADAM_STATES, RIGHT_FACTOR)
 
 @dataclass(kw_only=True)
 class Foreign:
-    """The content of a file.
+    """The content of a file, its tensors on disk until they are used.
 
     Attributes:
         path: The file.
-        weights: Keys that lead to each weight, by name.
-        states: Keys that lead to each state, by name and by our name of the state.
+        weights: Weights by name.
+        states: States by name and by our name of the state.
         momenta: The convention of each momentum, by name.
         steps: Numbers of steps that Adam has made, empty where the file does not say.
         unread: Entries that are not used.
     """
 
     path: Path
-    weights: dict[str, Steps] = field(default_factory=dict)
-    states: dict[str, dict[str, Steps]] = field(default_factory=dict)
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    states: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     momenta: dict[str, Convention] = field(default_factory=dict)
     steps: set[int] = field(default_factory=set)
     unread: list[str] = field(default_factory=list)
@@ -67,11 +65,6 @@ class Foreign:
     def names(self) -> set[str]:
         """All names of parameters."""
         return self.weights.keys() | self.states.keys()
-
-    def tensor(self, steps: Steps) -> torch.Tensor:
-        """One of its tensors, on disk until it is used."""
-        found: torch.Tensor = at(read_torch_file(self.path), steps)
-        return found
 
 
 def read_foreign(
@@ -95,29 +88,27 @@ def read_foreign(
         _read_plain(content, found)
     else:
         contents = find_contents(content, path)
-        found.unread = contents.unread
-        if contents.weights is not None:
-            weights = at(content, contents.weights)
-            named = [name for name, value in weights.items() if is_weight(name, value)]
-            found.weights = {name: (*contents.weights, name) for name in named}
-        states = {steps: at(content, steps) for steps in contents.optimizers}
-        groups = {steps: state.get("param_groups", ()) for steps, state in states.items()}
+        found.weights, found.unread = contents.weights, contents.unread
         numbered = [
-            steps
-            for steps, listed in groups.items()
-            if any(_names_of(group, path) is None for group in listed)
+            where for where, state in contents.optimizers if _has_numbers_alone(state, path)
         ]
         _require_names_for(numbered, names, path)
-        given = dict(zip(numbered, names, strict=False))
-        for steps, state in states.items():
+        lists = iter(names)
+        for _, state in contents.optimizers:
             if is_flat(state):
-                entries = _flat_entries(state, steps)
+                entries = _flat_entries(state)
             else:
-                entries = _entries(state, steps, given.get(steps), path)
-            for name, fields, values, group in entries:
-                _put(found, name, fields, values, group, heavy_ball)
+                given = next(lists) if _has_numbers_alone(state, path) else None
+                entries = _entries(state, given, path)
+            for name, values, group in entries:
+                _put(found, name, values, group, heavy_ball)
     _require_dense(found)
     return found
+
+
+def _has_numbers_alone(state: Mapping[str, Any], path: Path) -> bool:
+    """Whether some parameters of a state dict have no names."""
+    return any(_names_of(group, path) is None for group in state.get("param_groups", ()))
 
 
 def _names_of(group: Any, path: Path) -> Sequence[Any] | None:
@@ -129,16 +120,14 @@ def _names_of(group: Any, path: Path) -> Sequence[Any] | None:
     return keys if names is None and all(isinstance(key, str) for key in keys) else names
 
 
-def _require_names_for(
-    numbered: Sequence[Steps], names: Sequence[Sequence[str]], path: Path
-) -> None:
+def _require_names_for(numbered: Sequence[str], names: Sequence[Sequence[str]], path: Path) -> None:
     if len(names) == len(numbered):
         return
     if not numbered:
         raise CheckpointError(
             f"--param-names has no effect: {path} names all its parameters; leave it out."
         )
-    which = ", ".join(label(steps) for steps in numbered)
+    which = ", ".join(numbered)
     if len(numbered) == 1:
         raise CheckpointError(
             f"{path} numbers its parameters ({which}) and does not name them: name a file with "
@@ -153,16 +142,15 @@ def _require_names_for(
 
 def _require_dense(found: Foreign) -> None:
     """Refuse entries that are no tensors, or tensors without elements in the file."""
-    listed = dict(found.weights)
+    listed: list[tuple[Any, str, Any]] = [(name, str(name), w) for name, w in found.weights.items()]
     for name, states in found.states.items():
-        listed |= {f"{state} of {name}": steps for state, steps in states.items()}
-    for what, steps in listed.items():
-        value: Any = found.tensor(steps)
+        listed += [(name, f"{state} of {name}", value) for state, value in states.items()]
+    for name, what, value in listed:
         is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)  # and no DTensor
         kind = "" if is_plain else f"a {type(value).__name__}"
         if not kind and (value.is_meta or value.layout != torch.strided or value.is_quantized):
             kind = "a meta tensor" if value.is_meta else f"a {value.layout} or quantized tensor"
-        if kind or not isinstance(steps[-1], str):
+        if kind or not isinstance(name, str):
             raise CheckpointError(
                 f"{what} is {kind or 'no name'} in {found.path}, where a dense tensor belongs."
             )
@@ -198,7 +186,7 @@ def _read_plain(content: Mapping[str, Any], found: Foreign) -> None:
     weights, states = content.get("model"), content.get("state")
     if not isinstance(weights, Mapping) or not isinstance(states, Mapping):
         raise CheckpointError(f"{found.path} lacks its model or its state.")
-    found.weights = {name: ("model", name) for name in weights}
+    found.weights = weights
     convention = _plain_convention(content.get("momentum"), found.path)
     for name, kept in states.items():
         strange = [s for s in kept if not str(s).startswith(_PLAIN_STATES)]
@@ -207,7 +195,7 @@ def _read_plain(content: Mapping[str, Any], found: Foreign) -> None:
                 f"{found.path} has the state {strange[0]} of {name}, which is none of "
                 f"{', '.join(_PLAIN_STATES)}."
             )
-        found.states[name] = {state: ("state", name, state) for state in kept}
+        found.states[name] = dict(kept)
         found.momenta[name] = convention
     step = content.get("step")
     found.steps = set() if step is None else {_step(step, found.path)}
@@ -241,23 +229,21 @@ def _number(value: Any) -> Any:
 
 # ---- state dicts ------------------------------------------------------------------------------
 
-_Entry = tuple[str, dict[str, Steps], Mapping[str, Any], Mapping[str, Any]]
-"""State of one parameter: its name, keys that lead to every field, the fields, its group."""
+_Entry = tuple[str, Mapping[str, Any], Mapping[str, Any]]
+"""State of one parameter: its name, the fields, its group."""
 
 
-def _entries(
-    state: Mapping[str, Any], before: Steps, given: Sequence[str] | None, path: Path
-) -> Iterator[_Entry]:
+def _entries(state: Mapping[str, Any], given: Sequence[str] | None, path: Path) -> Iterator[_Entry]:
     named = dict(_named(state["param_groups"], given, path))
     for key, kept in state["state"].items():
         if not isinstance(kept, Mapping) or key not in named:
             what = "is in none of its groups" if key not in named else "is no dict"
             raise CheckpointError(f"{path} has state of parameter {key}, which {what}.")
         name, group = named[key]
-        yield name, {entry: (*before, "state", key, entry) for entry in kept}, kept, group
+        yield name, kept, group
 
 
-def _flat_entries(state: Mapping[str, Any], before: Steps) -> Iterator[_Entry]:
+def _flat_entries(state: Mapping[str, Any]) -> Iterator[_Entry]:
     """``state.<name>.<field>`` and ``param_groups.<name>.<option>``."""
     kept: dict[str, dict[str, Any]] = defaultdict(dict)
     groups: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -266,8 +252,7 @@ def _flat_entries(state: Mapping[str, Any], before: Steps) -> Iterator[_Entry]:
         name, _, entry = key.removeprefix(prefix).rpartition(".")
         part[name][entry] = value
     for name, values in kept.items():
-        fields: dict[str, Steps] = {e: (*before, f"{FLAT_STATE}{name}.{e}") for e in values}
-        yield name, fields, values, groups[name]
+        yield name, values, groups[name]
 
 
 def _named(
@@ -300,24 +285,23 @@ def _named(
 def _put(
     found: Foreign,
     name: str,
-    fields: Mapping[str, Steps],
     values: Mapping[str, Any],
     group: Mapping[str, Any],
     heavy_ball: float | None,
 ) -> None:
     """Add the state of one parameter; a field that is None holds nothing."""
-    where = {entry: steps for entry, steps in fields.items() if values[entry] is not None}
+    fields = {entry: value for entry, value in values.items() if value is not None}
     if name in found.states:
         raise CheckpointError(f"{found.path} has state of {name} twice.")
-    states = found.states[name] = _our_names(name, where)
+    states = found.states[name] = _our_names(name, fields)
     if MOMENTUM in states:
-        found.momenta[name] = _convention(name, where, group, heavy_ball)
+        found.momenta[name] = _convention(name, fields, group, heavy_ball)
     step = values.get("step", group.get("step"))
     if step is not None and ADAM_STATES[0] in states:
         found.steps.add(_step(step, found.path))
 
 
-def _our_names(name: str, where: Mapping[str, Steps]) -> dict[str, Steps]:
+def _our_names(name: str, kept: Mapping[str, Any]) -> dict[str, Any]:
     """State of one parameter under our names."""
     first, second = ADAM_STATES
     layouts: tuple[dict[str, str], ...] = (
@@ -328,10 +312,10 @@ def _our_names(name: str, where: Mapping[str, Steps]) -> dict[str, Steps]:
         {"momentum": MOMENTUM, "Q": RIGHT_FACTOR},
         {"momentum": MOMENTUM},
     )
-    fields = where.keys() - {"step"}
+    fields = kept.keys() - {"step"}
     for layout in layouts:
         if fields == layout.keys():
-            return {ours: where[theirs] for theirs, ours in layout.items()}
+            return {ours: kept[theirs] for theirs, ours in layout.items()}
     raise CheckpointError(
         f"the state of {name} has the fields {', '.join(sorted(map(str, fields)))}, which are "
         "those of no optimizer that is known: torch.optim.Muon, SGD, AdamW, or Muon and Dion of "
@@ -340,10 +324,12 @@ def _our_names(name: str, where: Mapping[str, Steps]) -> dict[str, Steps]:
 
 
 def _convention(
-    name: str, where: Mapping[str, Steps], group: Mapping[str, Any], heavy_ball: float | None
+    name: str, fields: Mapping[str, Any], group: Mapping[str, Any], heavy_ball: float | None
 ) -> Convention:
-    if "momentum_buffer" not in where:
-        return Convention(kind="dion" if "Q" in where else "sum", factor=_factor(group, "mu", name))
+    if "momentum_buffer" not in fields:
+        return Convention(
+            kind="dion" if "Q" in fields else "sum", factor=_factor(group, "mu", name)
+        )
     if heavy_ball is not None:
         return Convention(kind="sum", factor=heavy_ball)
     factor = _factor(group, "momentum", name)

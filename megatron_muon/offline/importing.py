@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,7 +21,7 @@ from megatron_muon.checkpoint.names import (
     split_state_key,
 )
 from megatron_muon.offline.common_state import add_run_config_flag
-from megatron_muon.offline.convert_command import add_writing_flags, write_output
+from megatron_muon.offline.convert_command import add_writing_flags, for_version, write_output
 from megatron_muon.offline.errors import CheckpointError, and_more
 from megatron_muon.offline.foreign import Foreign, read_foreign, read_names
 from megatron_muon.offline.index import TensorInfo
@@ -50,7 +49,6 @@ from megatron_muon.offline.plain_names import (
 )
 from megatron_muon.offline.reading import Checkpoint
 from megatron_muon.offline.source_state import source_state
-from megatron_muon.offline.torch_files import Steps
 
 HELP = "turn a file of torch.save into a Megatron checkpoint"
 
@@ -102,9 +100,7 @@ def run(options: argparse.Namespace) -> int:
     names = [read_names(file) for file in options.param_names]
     foreign = read_foreign(options.file, names=names, heavy_ball=beta)
     planned = _Import(foreign, like, options.names, vocabulary(options), options.partial)
-    output = planned.output()
-    if options.megatron_version is not None:
-        output = replace(output, common_in_file=options.megatron_version < (0, 19))
+    output = for_version(planned.output(), options.megatron_version)
     return write_output(output, options, like)
 
 
@@ -158,15 +154,15 @@ class _Import:
             )
 
     def _require_shapes(self, known: Mapping[str, PlainTensor]) -> None:
-        entries = [(name, name, steps) for name, steps in self.foreign.weights.items()]
+        entries = [(name, name, weight) for name, weight in self.foreign.weights.items()]
         entries += [
-            (name, f"{state} of {name}", steps)
+            (name, f"{state} of {name}", values)
             for name, states in self.foreign.states.items()
-            for state, steps in states.items()
+            for state, values in states.items()
             if not state.startswith(RIGHT_FACTOR)
         ]
-        for name, what, steps in entries:
-            plain, found = known[name], self.foreign.tensor(steps)
+        for name, what, found in entries:
+            plain = known[name]
             shape, key = tuple(found.shape), plain.parameter.key
             if shape != plain.shape:
                 is_vocabulary = ".word_embeddings." in key or "output_layer" in key
@@ -270,9 +266,12 @@ class _Import:
         return factor
 
     def _from(
-        self, plain: Sequence[PlainTensor], steps: Iterable[Steps | None], factor: float = 1.0
+        self,
+        plain: Sequence[PlainTensor],
+        values: Iterable[torch.Tensor | None],
+        factor: float = 1.0,
     ) -> FromFile | None:
-        parts = list(zip(plain, steps, strict=True))
+        parts = list(zip(plain, values, strict=True))
         there = tuple((p, found) for p, found in parts if found is not None)
         if not there:
             return None
@@ -291,18 +290,17 @@ class _Import:
         base, bracket, part = matrix.partition("[")
         if plain is None and base in self.plain and not self.plain[base][0].part:
             name, label = self.plain[base][0].name, f"{RIGHT_FACTOR}{bracket}{part}"
-        steps = self.foreign.states.get(name, {}).get(label)
-        if steps is None:
+        values = self.foreign.states.get(name, {}).get(label)
+        if values is None:
             self.left.append(f"right factor of {matrix}")
             return copied(info, key, "kept from --like")
         self.taken.add((name, label))
-        found = tuple(self.foreign.tensor(steps).shape)
-        if found != info.shape:
+        if tuple(values.shape) != info.shape:
             raise CheckpointError(
-                f"the right factor of {name} has shape {found} in {self.foreign.path}, and is to "
-                f"have {info.shape} (--orth-dion-rank-fraction)."
+                f"the right factor of {name} has shape {tuple(values.shape)} in "
+                f"{self.foreign.path}, and is to have {info.shape} (--orth-dion-rank-fraction)."
             )
-        value = FromFile(path=self.foreign.path, parts=((None, steps),))
+        value = FromFile(path=self.foreign.path, parts=((None, values),))
         rule = f"right factor from {self.foreign.path.name}"
         return in_one_chunk(key, info.shape, info.dtype, rule, value)
 

@@ -25,7 +25,6 @@ from megatron_muon.offline.errors import CheckpointError, and_more
 from megatron_muon.offline.foreign import Foreign
 from megatron_muon.offline.parameters import StoredParameter
 from megatron_muon.offline.reading import Checkpoint
-from megatron_muon.offline.torch_files import Steps, at, read_torch_file
 
 Names = Literal["megatron", "hf"]
 
@@ -257,13 +256,13 @@ class FromFile:
 
     Attributes:
         path: The file.
-        parts: Every plain tensor of the parameter, with the keys that lead to its values; None
-            for a tensor that is a state by itself (a right factor).
+        parts: Every plain tensor of the parameter with its values; None for a tensor that is a
+            state by itself (a right factor).
         factor: Number that all are multiplied by.
     """
 
     path: Path
-    parts: tuple[tuple[PlainTensor | None, Steps], ...]
+    parts: tuple[tuple[PlainTensor | None, torch.Tensor], ...]
     factor: float = 1.0
 
     def tensor(
@@ -271,8 +270,7 @@ class FromFile:
     ) -> torch.Tensor:
         """The elements; rows that no plain tensor has (padding) are zero."""
         whole: torch.Tensor | None = None
-        for plain, steps in self.parts:
-            values: torch.Tensor = at(read_torch_file(self.path), steps)
+        for plain, values in self.parts:
             if self.factor != 1.0:
                 exact = torch.promote_types(values.dtype, torch.float32)
                 values = values.to(exact) * self.factor
@@ -323,7 +321,7 @@ def without_wrappers(foreign: Foreign, known: Collection[str]) -> tuple[Foreign,
     removed = {piece for new in (weights, states) for piece in _removed(new)}
     renamed = replace(
         foreign,
-        weights={weights[name]: steps for name, steps in foreign.weights.items()},
+        weights={weights[name]: weight for name, weight in foreign.weights.items()},
         states={states[name]: kept for name, kept in foreign.states.items()},
         momenta={states[name]: kept for name, kept in foreign.momenta.items()},
     )

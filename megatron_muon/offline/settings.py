@@ -42,8 +42,6 @@ class ConvertSettings:
         heavy_ball: β when the source's momentum is a sum of gradients and no average.
         momentum_start: ``source``, or ``zero`` to let the matrices start without momentum.
         right_factor: Where Orth-Dion's V comes from: ``momentum`` or ``seeded``.
-        megatron_version: Version of megatron-core that is to read the result, None to keep the
-            common state where the source has it.
     """
 
     to: str
@@ -51,18 +49,11 @@ class ConvertSettings:
     heavy_ball: float | None = None
     momentum_start: Literal["source", "zero"] = "source"
     right_factor: Literal["momentum", "seeded"] = "momentum"
-    megatron_version: tuple[int, int] | None = None
 
     @property
     def v_dtype(self) -> torch.dtype:
         """Element type of V."""
         return STATE_DTYPES[self.matrix.state_dtype]
-
-    def common_in_file(self, source_in_file: bool) -> bool:
-        """Whether the common state is to be ``common.pt``: megatron-core up to 0.18 wants it."""
-        if self.megatron_version is None:
-            return source_in_file
-        return self.megatron_version < (0, 19)
 
 
 def add_matrix_flags(parser: argparse.ArgumentParser) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import pickle
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_muon.offline.errors import CheckpointError
-
-Steps = tuple[str | int, ...]
-"""Keys that lead to a value in nested dicts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +80,8 @@ def _write(path: Path, content: Mapping[str, Any], progress: Callable[[int], Non
             torch.save(outline, path)
         places = torch.load(path, weights_only=True)
     with path.open("r+b", buffering=0) as stream:
-        for steps, wanted in tensors_in(content):
+        pairs = zip(tensors_in(content), tensors_in(places), strict=True)
+        for (steps, wanted), (_, place) in pairs:
             values = wanted.make()
             if values.dtype != wanted.dtype or tuple(values.shape) != wanted.shape:
                 raise CheckpointError(
@@ -92,8 +89,7 @@ def _write(path: Path, content: Mapping[str, Any], progress: Callable[[int], Non
                     f"{tuple(values.shape)}, and is to be {wanted.dtype} {wanted.shape}."
                 )
             if values.numel():
-                storage: Any = at(places, steps).untyped_storage()
-                stream.seek(storage._checkpoint_offset)
+                stream.seek(place.untyped_storage()._checkpoint_offset)
                 data = memoryview(values.contiguous().flatten().view(torch.uint8).numpy())
                 while data:
                     data = data[stream.write(data) :]
@@ -109,21 +105,15 @@ def _outline(content: Any) -> Any:
     return content
 
 
-def tensors_in(content: Any, steps: Steps = ()) -> list[tuple[Steps, ToWrite]]:
-    """The tensors of nested dicts, with the keys that lead to each."""
-    if isinstance(content, ToWrite):
+def tensors_in(content: Any, steps: tuple[str | int, ...] = ()) -> list[tuple[Any, Any]]:
+    """The tensors (or ``ToWrite``) of nested dicts, with the keys that lead to each."""
+    if isinstance(content, ToWrite | torch.Tensor):
         return [(steps, content)]
     if not isinstance(content, Mapping):
         return []
     return [found for key, value in content.items() for found in tensors_in(value, (*steps, key))]
 
 
-def at(content: Any, steps: Sequence[str | int]) -> Any:
-    """The value that some keys lead to."""
-    return functools.reduce(lambda value, step: value[step], steps, content)
-
-
-@functools.lru_cache(maxsize=4)
 def read_torch_file(path: Path) -> Any:
     """The dict (or list of dicts) of a file; its tensors are left on disk until they are used.
 

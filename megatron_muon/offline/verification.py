@@ -1,10 +1,10 @@
-"""``verify``: whether two checkpoints hold the same values, however they are laid out."""
+"""``verify``: compares the values of two checkpoints, however they are laid out."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 
@@ -90,51 +90,46 @@ def compare(
             f"{one.folder} {BUCKETS}, and the other one does not: type --part weights, or "
             f"{RESHARD}."
         )
-    ours, theirs = _entries(first, part), _entries(second, part)
+    ours, theirs = dict(_entries(first, part)), dict(_entries(second, part))
     for name in sorted(ours.keys() | theirs.keys()):
         if name not in theirs:
             yield name, "only in the first"
         elif name not in ours:
             yield name, "only in the second"
         else:
-            yield name, _difference(first, ours[name], second, theirs[name], tolerance)
+            (box, shape), (other, other_shape) = ours[name], theirs[name]
+            if shape != other_shape:
+                yield name, f"shape {shape} and {other_shape}"
+                continue
+            a = box.tensor(first, shape, box.info.dtype)
+            b = other.tensor(second, shape, other.info.dtype)
+            yield name, _difference(a, b, tolerance)
 
 
-_Entry = tuple[Box, tuple[int, ...]]
-"""A box of a tensor, and its shape without the axes of length one for layer and expert."""
-
-
-def _entries(checkpoint: Checkpoint, part: str) -> Mapping[str, _Entry]:
-    found: dict[str, _Entry] = {}
+def _entries(
+    checkpoint: Checkpoint, part: str
+) -> Iterator[tuple[str, tuple[Box, tuple[int, ...]]]]:
+    """Names, boxes, and their shapes without the axes of length one for layer and expert."""
     model = model_tensors(checkpoint)
     has_state = any(split_state_key(key) for key in checkpoint.tensors)
     parameters = stored_parameters(model, checkpoint.common) if has_state else {}
     for key, info in checkpoint.tensors.items():
-        known = split_state_key(key)
         is_weight = key in model and ".gbuf_idx_" not in key
         if part != "all" and is_weight != (part == "weights"):
             continue
-        if known is None:
-            found[key] = whole(info), info.shape
-            continue
-        state = MASTER if known[0] == MASTER_OF_ADAM else known[0]
-        if state == RIGHT_FACTOR or known[1] not in parameters:  # V has its matrix's name
-            found[f"{state} of {known[1]}"] = whole(info), info.shape
-            continue
-        for parameter in parameters[known[1]]:
-            found[f"{state} of {parameter.name}"] = parameter.box(info), parameter.facts.shape
-    return found
+        state, name = split_state_key(key) or ("", "")
+        state = MASTER if state == MASTER_OF_ADAM else state
+        if not state:
+            yield key, (whole(info), info.shape)
+        elif state == RIGHT_FACTOR or name not in parameters:  # V has its matrix's name
+            yield f"{state} of {name}", (whole(info), info.shape)
+        else:
+            for parameter in parameters[name]:
+                entry = parameter.box(info), parameter.facts.shape
+                yield f"{state} of {parameter.name}", entry
 
 
-def _difference(
-    first: Checkpoint, ours: _Entry, second: Checkpoint, theirs: _Entry, tolerance: float
-) -> str | None:
-    if ours[1] != theirs[1]:
-        return f"shape {ours[1]} and {theirs[1]}"
-    a, b = (
-        box.tensor(checkpoint, shape, box.info.dtype)
-        for checkpoint, (box, shape) in ((first, ours), (second, theirs))
-    )
+def _difference(a: torch.Tensor, b: torch.Tensor, tolerance: float) -> str | None:
     if a.dtype == b.dtype and torch.equal(a, b):
         return None
     exact = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)

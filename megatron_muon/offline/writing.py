@@ -49,14 +49,14 @@ def write_checkpoint(
         source: The checkpoint that it is made from.
         overwrite: Replace a checkpoint that is there.
         workers: Number of processes that write; 1 for this one alone.
-        progress: Told now and then how many bytes are written.
+        progress: Called now and then with the bytes written since.
 
     Raises:
         CheckpointError: The folder exists and is not to be replaced, or is no checkpoint; it is in
             the source, or the source in it; the disk is full; the source is damaged.
     """
     with (
-        _told_in_a_sentence(folder, "nothing was left of it"),
+        _one_sentence(folder, "nothing was left of it"),
         _beside(folder, source, overwrite) as staging,
     ):
         digests = write_files(staging, output, source, workers, progress or (lambda count: None))
@@ -76,9 +76,7 @@ def write_checkpoint(
 
 def write_tracker(root: Path, step: int) -> None:
     """Let a run that loads from ``root`` find this iteration."""
-    with _told_in_a_sentence(
-        root / TRACKER, f"the checkpoint is there: --ckpt-step {step} finds it"
-    ):
+    with _one_sentence(root / TRACKER, f"the checkpoint is there: --ckpt-step {step} finds it"):
         staging = root / f".{TRACKER}.{os.getpid()}"
         try:
             staging.write_text(str(step), encoding="utf-8")
@@ -111,13 +109,8 @@ def _beside(folder: Path, source: Checkpoint | None, overwrite: bool) -> Iterato
 def check_target(folder: Path, source: Checkpoint | None, *, overwrite: bool) -> None:
     """Nothing but a checkpoint is ever replaced, and nothing of the source.
 
-    Args:
-        folder: The folder of the iteration that is to be written.
-        source: The checkpoint that it is made from.
-        overwrite: Whether a checkpoint that is there may be replaced.
-
     Raises:
-        CheckpointError: It cannot be written there.
+        CheckpointError: ``folder``, that of an iteration, cannot be written.
     """
     if source is not None:
         own, target = source.folder.resolve(), folder.resolve()
@@ -191,7 +184,7 @@ def _take_name(staging: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _told_in_a_sentence(path: Path, left: str) -> Iterator[None]:
+def _one_sentence(path: Path, left: str) -> Iterator[None]:
     try:
         yield
     except BrokenProcessPool as error:
