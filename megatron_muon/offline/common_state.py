@@ -43,11 +43,7 @@ class CommonState:
         return found
 
     def known(self, what: str) -> dict[str, Any]:
-        """The dict, to be written again.
-
-        Raises:
-            CheckpointError: It refers to what has no business in a checkpoint.
-        """
+        """The dict, to be written again."""
         require_known(self.loaded, what)
         return self.value
 
@@ -62,9 +58,6 @@ class CommonState:
         Args:
             name: Of the argument.
             section: Of ``run_config.yaml`` that has it.
-
-        Raises:
-            CheckpointError: It is not said.
         """
         found = self.argument(name)
         if found is None:
@@ -113,9 +106,6 @@ def read_run_config(path: Path) -> dict[str, Any]:
 
     Args:
         path: The file.
-
-    Raises:
-        CheckpointError: It cannot be read, or is no such file.
     """
     try:
         import yaml  # not needed for any other file

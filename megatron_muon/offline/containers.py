@@ -55,9 +55,6 @@ def find_contents(content: Any, path: Path) -> Contents:
     Args:
         content: The value of ``torch.load``.
         path: The file, for messages.
-
-    Raises:
-        CheckpointError: It holds a tensor that belongs to neither, or weights twice.
     """
     found = Contents()
     if not _visit(content, (), found, path):

@@ -52,9 +52,6 @@ def plan_conversion(checkpoint: Checkpoint, settings: ConvertSettings) -> Output
     Args:
         checkpoint: The source.
         settings: What the user asks for.
-
-    Raises:
-        CheckpointError: It cannot be converted, with the reason.
     """
     return _Conversion(checkpoint, settings).output()
 

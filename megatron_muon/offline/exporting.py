@@ -164,11 +164,7 @@ class _Export:
     # ---- layouts ------------------------------------------------------------------------------
 
     def content(self) -> dict[str, Any]:
-        """Content of the file.
-
-        Raises:
-            CheckpointError: A state has no place in this layout.
-        """
+        """Content of the file."""
         if self.layout == "torch-muon":
             return {"model": self.weights, **self._of_torch()}
         if self.layout == "dion":

@@ -76,10 +76,6 @@ def read_foreign(
         path: The file.
         names: For every optimizer that numbers its parameters, their names in that order.
         heavy_ball: β when the user says that ``momentum_buffer`` is a sum.
-
-    Raises:
-        CheckpointError: It is no such file, has state in a form that is not known, or its
-            parameters have no names.
     """
     content = read_torch_file(path)
     found = Foreign(path=path)
@@ -157,11 +153,7 @@ def _require_dense(found: Foreign) -> None:
 
 
 def read_names(path: Path) -> list[str]:
-    """Names of parameters, one to a line.
-
-    Raises:
-        CheckpointError: The file cannot be read, or a name stands in it twice.
-    """
+    """Names of parameters, one to a line."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:

@@ -78,9 +78,6 @@ def read_index(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, Place]]:
 
     ``FileSystemReader.read_metadata`` is not used: it runs whatever the pickle says, and torch's
     weights-only unpickler does not know the protocol of this file.
-
-    Raises:
-        CheckpointError: The index is missing, damaged, or no index.
     """
     path = folder / INDEX_FILE
     if not path.exists():

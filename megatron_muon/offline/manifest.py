@@ -44,11 +44,7 @@ def manifest(output: Output, digests: Mapping[str, str], source: Path | None) ->
 
 
 def listed_files(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file that the manifest lists, by name; none without a manifest.
-
-    Raises:
-        CheckpointError: The manifest is damaged.
-    """
+    """SHA-256 of every file that the manifest lists, by name; none without a manifest."""
     path = folder / MANIFEST_FILE
     if not path.exists():
         return {}
@@ -60,11 +56,7 @@ def listed_files(folder: Path) -> dict[str, str]:
 
 
 def manifest_problems(folder: Path) -> Iterator[str]:
-    """A sentence for every file that is not as the manifest says; none without a manifest.
-
-    Raises:
-        CheckpointError: The manifest is damaged.
-    """
+    """A sentence for every file that is not as the manifest says; none without a manifest."""
     for name, digest in listed_files(folder).items():
         if not (folder / name).is_file():
             yield f"{name} is missing"

@@ -37,11 +37,7 @@ class Convention:
 
     @property
     def known(self) -> float:
-        """The factor, where it is needed.
-
-        Raises:
-            CheckpointError: It is not known.
-        """
+        """The factor, where it is needed."""
         if self.factor is None:
             raise CheckpointError(f"{self.unsaid}.")
         return self.factor
@@ -85,9 +81,6 @@ def matrix_convention(
         common: Its common state, whose arguments say the factor.
         groups: Its parameter groups; megatron-core's muon says the factor there.
         heavy_ball: β when the user says that it is a sum.
-
-    Raises:
-        CheckpointError: The user's β, or what was saved, is out of range.
     """
     if heavy_ball is not None:
         return Convention(kind="sum", factor=factor_in_range(heavy_ball, "--heavy-ball"))
@@ -104,11 +97,7 @@ def matrix_convention(
 
 
 def factor_in_range(value: Any, name: str) -> float:
-    """A momentum's factor.
-
-    Raises:
-        CheckpointError: It is no number in [0, 1).
-    """
+    """A momentum's factor."""
     try:
         factor = float(value)
     except (TypeError, ValueError):

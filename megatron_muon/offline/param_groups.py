@@ -45,11 +45,7 @@ class Target:
 
 
 def optimizer_state(target: Target) -> dict[str, Any] | dict[int, Any]:
-    """The entry ``optimizer`` of the common state.
-
-    Raises:
-        CheckpointError: The source has no group that Adam trains, so its settings are unknown.
-    """
+    """The entry ``optimizer`` of the common state."""
     base = _adam_groups(target)
     scaler = target.source.grad_scaler
     more = {} if scaler is None else {"grad_scaler": scaler}

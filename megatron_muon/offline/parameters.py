@@ -201,10 +201,6 @@ def _model_config(common: CommonState) -> Any:
 
 
 def require_names(parameters: Mapping[str, Sequence[StoredParameter]], common: CommonState) -> None:
-    """Refuse names that would be guessed: those of experts depend on how their weights are kept.
-
-    Raises:
-        CheckpointError: Whether a linear layer holds all experts is not said.
-    """
+    """Refuse names that would be guessed: those of experts depend on how their weights are kept."""
     if any(_EXPERTS in key for key in parameters):
         common.required("moe_grouped_gemm", "model")

@@ -53,9 +53,6 @@ def vocabulary(options: argparse.Namespace) -> int | None:
     """Rows of the vocabulary that are no padding, None for all of them.
 
     Megatron's saved ``vocab_size`` does not say: a tokenizer may add rows of its own to it.
-
-    Raises:
-        CheckpointError: The user's number is not positive.
     """
     asked: int | None = options.vocab_size
     if asked is not None and asked < 1:
@@ -114,9 +111,6 @@ def plain_tensors(
         parameters: Those of the model part, by key.
         names: Whose names.
         vocabulary: Rows of embeddings and output layer that are no padding, None for all.
-
-    Raises:
-        CheckpointError: A parameter has no name there, or its parts are unknown.
     """
     every = [parameter for found in parameters.values() for parameter in found]
     packings = {p.name: p.packing for p in every}
@@ -307,9 +301,6 @@ def without_wrappers(foreign: Foreign, known: Collection[str]) -> tuple[Foreign,
 
     A prefix is removed where all weights (or all states) have it: ``module.``, and any other after
     which all names are known.
-
-    Raises:
-        CheckpointError: Two names become one.
     """
     weights, states = _bare(foreign.weights, known), _bare(foreign.states, known)
     for names in (weights, states):

@@ -45,9 +45,6 @@ def find_folder(path: Path, step: int | None = None) -> Path:
     Args:
         path: That folder itself, or the one that a run saves into.
         step: Iteration; None for the last one.
-
-    Raises:
-        CheckpointError: There is none.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder.")
@@ -58,37 +55,26 @@ def find_folder(path: Path, step: int | None = None) -> Path:
             )
         return path
     there = ", ".join(sorted(entry.name for entry in path.glob("iter_*")))
-    if step is None:
-        if re.fullmatch(r"iter_\d+|release", path.name):
-            raise CheckpointError(
-                f"{path} is no finished checkpoint: neither .metadata nor metadata.json is in it."
-            )
-        last = last_step(path)
-        if last is None:
-            raise CheckpointError(
-                f"{path} is no checkpoint, and no folder that runs save into: it holds neither "
-                f"{INDEX_FILE} nor {TRACKER}{f', but {there}: name one of them' if there else ''}."
-            )
-        if last == "release":
-            return _existing(path / "release", there)
-        step = int(last)
-    return _existing(path / f"iter_{step:07d}", there)
-
-
-def _existing(folder: Path, there: str) -> Path:
+    if step is None and re.fullmatch(r"iter_\d+|release", path.name):
+        raise CheckpointError(
+            f"{path} is no finished checkpoint: neither .metadata nor metadata.json is in it."
+        )
+    last = last_step(path) if step is None else step
+    if last is None:
+        raise CheckpointError(
+            f"{path} is no checkpoint, and no folder that runs save into: it holds neither "
+            f"{INDEX_FILE} nor {TRACKER}{f', but {there}: name one of them' if there else ''}."
+        )
+    folder = path / (last if isinstance(last, str) else f"iter_{last:07d}")
     if not folder.is_dir():
         raise CheckpointError(
-            f"there is no {folder.name} in {folder.parent}; there is {there or 'no iteration'}."
+            f"there is no {folder.name} in {path}; there is {there or 'no iteration'}."
         )
     return folder
 
 
 def last_step(root: Path) -> int | Literal["release"] | None:
-    """The iteration that a run loads from a folder, None where it does not say.
-
-    Raises:
-        CheckpointError: What it says is none.
-    """
+    """The iteration that a run loads from a folder, None where none is named."""
     tracker = root / TRACKER
     if not tracker.exists():
         return None
@@ -116,9 +102,6 @@ class Checkpoint:
         path: The folder of an iteration, or the one that a run saves into.
         step: Iteration; None for the last one.
         run_config: A ``run_config.yaml``; None for the one that is in the folder, if any.
-
-    Raises:
-        CheckpointError: It is missing, incomplete, damaged or of another format.
     """
 
     def __init__(
@@ -144,11 +127,7 @@ class Checkpoint:
     # ---- tensors ------------------------------------------------------------------------------
 
     def read(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A whole tensor, in its own or another dtype.
-
-        Raises:
-            CheckpointError: There is no such tensor, or its data are damaged.
-        """
+        """A whole tensor, in its own or another dtype."""
         shape = self._info(key).shape
         return self.read_box(key, [0] * len(shape), shape, dtype)
 
@@ -166,9 +145,6 @@ class Checkpoint:
             offsets: First index along every axis.
             sizes: Size along every axis.
             dtype: Of the result; None for the tensor's own.
-
-        Raises:
-            CheckpointError: There is no such tensor or box, or the data are damaged.
         """
         info = self._info(key)
         ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
@@ -184,7 +160,7 @@ class Checkpoint:
         covered = 0
         for part in create_read_items_for_chunk_list(key, stored, [wanted]):
             chunk = info.chunks[part.storage_index.index or 0]
-            values = self.read_chunk(key, chunk)
+            values = self._read_chunk(key, chunk)
             if chunk.shape == tuple(sizes) == tuple(part.lengths):
                 return values if dtype is None else values.to(dtype)
             if result is None:
@@ -198,12 +174,7 @@ class Checkpoint:
             )
         return torch.empty(tuple(sizes), dtype=dtype or info.dtype) if result is None else result
 
-    def read_chunk(self, key: str, chunk: Chunk) -> torch.Tensor:
-        """A stored chunk of a tensor.
-
-        Raises:
-            CheckpointError: The data are damaged, or not what the index says.
-        """
+    def _read_chunk(self, key: str, chunk: Chunk) -> torch.Tensor:
         info, source = self._info(key), f"{key} in {chunk.place.file}"
         values = self._load(chunk.place, key).value
         if not isinstance(values, torch.Tensor):
@@ -231,11 +202,7 @@ class Checkpoint:
         return self._load(self.blobs[key], key)
 
     def blobs_to_pass_on(self) -> dict[str, Place]:
-        """All entries but tensors and the common state.
-
-        Raises:
-            CheckpointError: One refers to what has no business in a checkpoint.
-        """
+        """All entries but tensors and the common state."""
         found = {key: place for key, place in self.blobs.items() if key != COMMON_KEY}
         for key in found:
             require_known(self.read_blob(key), key)
@@ -243,11 +210,7 @@ class Checkpoint:
 
     @cached_property
     def common(self) -> CommonState:
-        """The common state, a file or an entry.
-
-        Raises:
-            CheckpointError: It is missing, or no dict.
-        """
+        """The common state, a file or an entry."""
         path = self.folder / COMMON_FILE
         if path.exists():
             with path.open("rb") as stream:

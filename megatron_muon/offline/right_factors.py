@@ -102,9 +102,6 @@ def factor_tensors(
         settings: Settings of the conversion.
         momentum: Its momentum, None when that starts at zero.
         kept: Right factors of the source; one of the right shape is copied.
-
-    Raises:
-        CheckpointError: The matrices of the parameter are not known.
     """
     matrix = settings.matrix
     rule = merged_rule(matrix.rules, parameter.name)

@@ -155,11 +155,7 @@ class Loaded:
 
 
 def require_known(loaded: Loaded, what: str) -> None:
-    """Refuse to pass on what names functions or classes of strangers.
-
-    Raises:
-        CheckpointError: It does.
-    """
+    """Refuse to pass on what names functions or classes of strangers."""
     if loaded.foreign:
         raise CheckpointError(
             f"{what} refers to {loaded.foreign[0]}, which has no business in a checkpoint; it was "
@@ -233,9 +229,6 @@ def load_pickle(stream: IO[bytes], *, source: str, more: Mapping[str, Any] | Non
         stream: Where it starts.
         source: Its name in messages.
         more: Further dotted names that become real things.
-
-    Raises:
-        CheckpointError: It is no whole pickle.
     """
     return _load(_Unpickler(stream, more or {}), source)
 
@@ -246,9 +239,6 @@ def load_torch(stream: IO[bytes], *, source: str) -> Loaded:
     Args:
         stream: A seekable stream that holds this alone.
         source: Its name in messages.
-
-    Raises:
-        CheckpointError: It is no whole file of ``torch.save``'s zip format.
     """
     try:
         with zipfile.ZipFile(stream) as archive:

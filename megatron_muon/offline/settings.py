@@ -67,11 +67,7 @@ def add_matrix_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def require_meaning(options: argparse.Namespace, source: str) -> None:
-    """Refuse flags that change nothing.
-
-    Raises:
-        CheckpointError: With all such flags.
-    """
+    """Refuse flags that change nothing."""
     target = options.to
     idle = {flag.dest: flag.name for flag in OFFLINE if target not in flag.optimizers}
     if target != "orth_dion":
@@ -89,11 +85,7 @@ def require_meaning(options: argparse.Namespace, source: str) -> None:
 
 
 def matrix_settings(options: argparse.Namespace, common: CommonState) -> MatrixConfig:
-    """Settings of the target's matrices: flags first, then the saved run's, then the defaults.
-
-    Raises:
-        CheckpointError: A rule or a value that does not exist.
-    """
+    """Settings of the target's matrices: flags first, then the saved run's, then the defaults."""
     given: dict[str, Any] = {}
     has_rules = options.matrix_rules is not None or options.matrix_rule is not None
     for flag in _flags_of(options.to):
@@ -134,11 +126,7 @@ def _text(rule: Rule) -> str:
 def target_routes(
     parameters: Sequence[StoredParameter], settings: ConvertSettings
 ) -> dict[str, bool]:
-    """Whether a parameter is a matrix, by name; decided by the rules of training.
-
-    Raises:
-        CheckpointError: A rule that matches nothing or cannot be, or nothing is a matrix.
-    """
+    """Whether a parameter is a matrix, by name; decided by the rules of training."""
     names = [parameter.name for parameter in parameters]
     unmatched = unmatched_rules(settings.matrix.rules, names)
     if unmatched:

@@ -73,11 +73,7 @@ class SourceState:
 
     @property
     def steps(self) -> int:
-        """Number of steps that the optimizer has made.
-
-        Raises:
-            CheckpointError: Adam's moments are there and their number of steps is not.
-        """
+        """Number of steps that the optimizer has made."""
         steps = [int(group["step"]) for group in self.groups if "step" in group]
         if not steps and any(ADAM_STATES[0] in states for states in self.states.values()):
             raise CheckpointError(
@@ -91,9 +87,6 @@ class SourceState:
 
         Args:
             heavy_ball: β when the user says that it is a sum of gradients.
-
-        Raises:
-            CheckpointError: The user's β, or what was saved, is out of range.
         """
         return matrix_convention(self.optimizer, self.common, self.groups, heavy_ball)
 
@@ -164,11 +157,6 @@ def source_state(checkpoint: Checkpoint, *, may_lack: bool = False) -> SourceSta
     Args:
         checkpoint: The checkpoint.
         may_lack: Whether weights alone will do.
-
-    Raises:
-        CheckpointError: There is no state, or state of an unknown optimizer, or that belongs to no
-            parameter, or that does not say which element belongs to which parameter; or names of
-            parameters would be guessed.
     """
     model = model_tensors(checkpoint)
     parameters = stored_parameters(model, checkpoint.common)

@@ -49,9 +49,6 @@ def write_torch_file(
         content: Nested dicts and lists of plain values, with ``ToWrite`` where tensors go.
         overwrite: Replace a file that is there.
         progress: Called with the bytes of every tensor that is written.
-
-    Raises:
-        CheckpointError: The file exists, or cannot be written.
     """
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path} would be a file of torch.save; name it .pt.")
@@ -115,11 +112,7 @@ def tensors_in(content: Any, steps: tuple[str | int, ...] = ()) -> list[tuple[An
 
 
 def read_torch_file(path: Path) -> Any:
-    """The dict (or list of dicts) of a file; its tensors are left on disk until they are used.
-
-    Raises:
-        CheckpointError: It cannot be read, or holds more than tensors and plain values.
-    """
+    """The dict (or list of dicts) of a file; its tensors are left on disk until they are used."""
     is_zip = zipfile.is_zipfile(path)
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)

@@ -50,10 +50,6 @@ def write_checkpoint(
         overwrite: Replace a checkpoint that is there.
         workers: Number of processes that write; 1 for this one alone.
         progress: Called now and then with the bytes written since.
-
-    Raises:
-        CheckpointError: The folder exists and is not to be replaced, or is no checkpoint; it is in
-            the source, or the source in it; the disk is full; the source is damaged.
     """
     with (
         _one_sentence(folder, "nothing was left of it"),
@@ -107,11 +103,7 @@ def _beside(folder: Path, source: Checkpoint | None, overwrite: bool) -> Iterato
 
 
 def check_target(folder: Path, source: Checkpoint | None, *, overwrite: bool) -> None:
-    """Nothing but a checkpoint is ever replaced, and nothing of the source.
-
-    Raises:
-        CheckpointError: ``folder``, that of an iteration, cannot be written.
-    """
+    """Nothing but a checkpoint is ever replaced, and nothing of the source."""
     if source is not None:
         own, target = source.folder.resolve(), folder.resolve()
         if own == target:
