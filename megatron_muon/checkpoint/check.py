@@ -1,6 +1,6 @@
-"""Does a checkpoint hold the state that this run's optimizer asks for? Asked before anything loads.
+"""Compares the state that a run's optimizer loads with a checkpoint's, before anything loads.
 
-torch's loader answers the same question with a traceback that lists every key of the checkpoint.
+torch's loader reports a difference with a traceback that lists every key of the checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ START_ANEW = "--no-load-optim starts the optimizer anew from the checkpoint's we
 
 
 def convert_it(optimizer: str, flags: str = "") -> str:
-    """What to type to make another optimizer's state this one's."""
+    """The command that converts another optimizer's state to this one's."""
     command = f"python -m megatron_muon.checkpoint convert FOLDER NEW --to {optimizer}{flags}"
     return f"convert its state with {command}, and load NEW"
 

@@ -20,7 +20,7 @@ _EARLIER: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """What a checkpoint's ``.metadata`` says.
+    """The part of ``.metadata`` that a load is checked against.
 
     Attributes:
         shapes: Keys and global shapes of all optimizer state.

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import yaml
+
 from megatron_muon.offline.errors import CheckpointError
 from megatron_muon.offline.safe_pickle import Loaded, require_known
 
@@ -23,13 +25,13 @@ RUN_CONFIG_FILE = "run_config.yaml"
 
 @dataclass(frozen=True, kw_only=True)
 class CommonState:
-    """What all ranks share: arguments, iteration, parameter groups, scheduler.
+    """The state that all ranks share: arguments, iteration, parameter groups, scheduler.
 
     Attributes:
         in_file: True when it is the file ``common.pt`` (up to megatron-core 0.18), False when it is
             an entry of the DCP checkpoint (since 0.19).
         loaded: The state; its value is a dict.
-        run_config: What ``run_config.yaml`` says, None without one.
+        run_config: Content of ``run_config.yaml``, None without one.
     """
 
     in_file: bool
@@ -53,12 +55,7 @@ class CommonState:
         return (self.run_config or {}).get(name, default) if found is None else found
 
     def required(self, name: str, section: str) -> Any:
-        """The same, where nothing must be guessed.
-
-        Args:
-            name: Of the argument.
-            section: Of ``run_config.yaml`` that has it.
-        """
+        """The same, where nothing must be guessed; ``section`` of ``run_config.yaml`` has it."""
         found = self.argument(name)
         if found is None:
             raise CheckpointError(f"the checkpoint does not say {self.unsaid(name, section)}.")
@@ -87,7 +84,7 @@ _KINDS: Final = {
     ),
     "a number": ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
 }
-"""What the fields must be that are used here; YAML takes 'no' and 1e-8 for text."""
+"""Types of the fields that are used; YAML takes 'no' and 1e-8 for text."""
 
 
 def add_run_config_flag(parser: argparse.ArgumentParser) -> None:
@@ -102,17 +99,7 @@ def add_run_config_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def read_run_config(path: Path) -> dict[str, Any]:
-    """All plain values of the sections that are used, by name.
-
-    Args:
-        path: The file.
-    """
-    try:
-        import yaml  # not needed for any other file
-    except ImportError as error:
-        raise CheckpointError(
-            f"{path} can be read with PyYAML only: pip install pyyaml."
-        ) from error
+    """All plain values of the sections that are used, by name."""
     try:
         content = yaml.safe_load(path.read_bytes())
     except OSError as error:

@@ -67,7 +67,7 @@ def find_contents(content: Any, path: Path) -> Contents:
 
 
 def _visit(value: Any, steps: _Steps, found: Contents, path: Path) -> bool:
-    """Whether it is, or holds, weights or an optimizer; these are put into ``found``."""
+    """Add weights and optimizers to ``found``; True when it is one, or holds some."""
     if is_flat(value):
         found.optimizers.append((_label(steps), value))
         return True
@@ -109,7 +109,7 @@ def _children(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _is_state_dict(value: Any) -> bool:
-    """Whether ``Optimizer.state_dict`` returns such a value."""
+    """True when ``Optimizer.state_dict`` returns such a value."""
     return (
         isinstance(value, Mapping)
         and isinstance(value.get("state"), Mapping)
@@ -118,7 +118,7 @@ def _is_state_dict(value: Any) -> bool:
 
 
 def is_flat(value: Any) -> bool:
-    """Whether it is such a state dict, flattened."""
+    """True when it is such a state dict, flattened."""
     return (
         isinstance(value, Mapping)
         and all(isinstance(key, str) for key in value)
@@ -128,12 +128,12 @@ def is_flat(value: Any) -> bool:
 
 
 def _is_weight(name: Any, value: Any) -> bool:
-    """Whether an entry of a model's state dict is a weight, and not a layer's extra state."""
+    """True when an entry of a model's state dict is a weight, not a layer's extra state."""
     return isinstance(value, torch.Tensor) and not str(name).endswith("_extra_state")
 
 
 def _is_weights(value: Any, *, is_file: bool) -> bool:
-    """Whether it looks like a model's state dict; a whole file must hold nothing but tensors."""
+    """True when it looks like a model's state dict; a whole file must hold nothing but tensors."""
     if not isinstance(value, Mapping):
         return False
     tensors = sum(isinstance(inner, torch.Tensor) for inner in value.values())

@@ -43,7 +43,7 @@ from megatron_muon.offline.parameters import StoredParameter
 from megatron_muon.offline.reading import Checkpoint
 from megatron_muon.offline.right_factors import factor_tensors
 from megatron_muon.offline.settings import ConvertSettings, saved_flags, target_routes
-from megatron_muon.offline.source_state import source_state
+from megatron_muon.offline.source_state import SourceState
 
 
 def plan_conversion(checkpoint: Checkpoint, settings: ConvertSettings) -> Output:
@@ -64,7 +64,7 @@ class _Conversion:
     def __init__(self, checkpoint: Checkpoint, settings: ConvertSettings) -> None:
         self.checkpoint, self.settings = checkpoint, settings
         # Model tensors without state (position buffers, frozen weights) are parameters to nobody.
-        self.source = source_state(checkpoint)
+        self.source = SourceState(checkpoint)
         self.model = self.source.model
         self.masters = self._masters()
         self.target: Convention = (

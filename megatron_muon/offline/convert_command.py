@@ -140,7 +140,7 @@ def write_output(output: Output, options: argparse.Namespace, source: Checkpoint
 
 
 def _last(root: Path, overwrite: bool) -> int | Literal["release"] | None:
-    """What the tracker says; one that says nothing may be replaced."""
+    """The iteration in the tracker; with ``--overwrite`` a tracker without one is replaced."""
     try:
         return last_step(root)
     except CheckpointError:

@@ -313,7 +313,7 @@ def _in_processes(
 ) -> list[list[WriteResult]]:
     context = multiprocessing.get_context("fork")
     written, is_over = context.Value("q", 0), context.Value("b", 0, lock=False)
-    told, results = 0, []
+    reported, results = 0, []
     with ProcessPoolExecutor(
         min(workers, len(plans)),
         mp_context=context,
@@ -329,8 +329,8 @@ def _in_processes(
                     found, digests = file.result()
                     results.append(found)
                     writer.digests |= digests
-                told, before = written.get_obj().value, told
-                planner.progress(told - before)
+                reported, before = written.get_obj().value, reported
+                planner.progress(reported - before)
         finally:
             is_over.value = len(results) < len(plans)
             pool.shutdown(wait=True, cancel_futures=True)

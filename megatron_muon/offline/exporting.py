@@ -26,7 +26,7 @@ from megatron_muon.offline.plain_names import (
 )
 from megatron_muon.offline.progress import ProgressReport
 from megatron_muon.offline.reading import Checkpoint
-from megatron_muon.offline.source_state import SourceState, source_state
+from megatron_muon.offline.source_state import SourceState
 from megatron_muon.offline.torch_files import ToWrite, tensors_in, write_torch_file
 
 HELP = "write weights and optimizer state as a file of torch.save, keyed by name"
@@ -108,8 +108,8 @@ class _Export:
 
     def __init__(self, checkpoint: Checkpoint, layout: str, names: Names, rows: int | None) -> None:
         self.checkpoint, self.layout, self.names = checkpoint, layout, names
-        self.source = source_state(checkpoint, may_lack=True)
-        self.saved = self.source.momentum_convention(None)
+        self.source = SourceState(checkpoint, may_lack=True)
+        self.saved = self.source.momentum_convention()
         self.momentum = _convention_of(layout, self.saved)
         self.weights: dict[str, ToWrite] = {}
         self.states: dict[str, dict[str, ToWrite]] = {}
@@ -254,7 +254,7 @@ class _Export:
 
 
 def _convention_of(layout: str, saved: Convention) -> Convention:
-    """How a layout keeps momenta, of a checkpoint that keeps them as ``saved``."""
+    """The convention of a layout for momenta that were saved in another."""
     if layout == "torch-muon":
         return replace(saved, kind="average")
     if layout == "dion" and saved.kind == "average":

@@ -103,7 +103,7 @@ def read_foreign(
 
 
 def _has_numbers_alone(state: Mapping[str, Any], path: Path) -> bool:
-    """Whether some parameters of a state dict have no names."""
+    """True when some parameters of a state dict have no names."""
     return any(_names_of(group, path) is None for group in state.get("param_groups", ()))
 
 

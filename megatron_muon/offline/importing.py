@@ -48,7 +48,7 @@ from megatron_muon.offline.plain_names import (
     without_wrappers,
 )
 from megatron_muon.offline.reading import Checkpoint
-from megatron_muon.offline.source_state import source_state
+from megatron_muon.offline.source_state import SourceState
 
 HELP = "turn a file of torch.save into a Megatron checkpoint"
 
@@ -116,7 +116,7 @@ class _Import:
         is_partial: bool,
     ) -> None:
         self.like = like
-        self.source = source_state(like)
+        self.source = SourceState(like)
         self.plain: dict[str, list[PlainTensor]] = {}
         self.by_matrix: dict[str, PlainTensor] = {}
         for plain in plain_tensors(self.source.parameters, names, rows):
@@ -126,7 +126,7 @@ class _Import:
         self.foreign, self.removed = without_wrappers(foreign, known)
         self._require_names(known, is_partial)
         self._require_shapes(known)
-        self.kept = self.source.momentum_convention(None)
+        self.kept = self.source.momentum_convention()
         self.zeros: list[str] = []
         self.left: list[str] = []
         self.taken: set[tuple[str, str]] = set()

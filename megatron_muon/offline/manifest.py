@@ -74,7 +74,7 @@ def digest_of(path: Path) -> str:
 
 
 def is_of_checkpoint(path: Path) -> bool:
-    """Whether Megatron, its bridge or this tool writes such a file, in a finished save or not."""
+    """True when Megatron, its bridge or this tool writes such a file, in a finished save or not."""
     if path.is_dir():
         return path.name == "modelopt_state"
     return path.name in (*_OWN, *_BRIDGE) or path.suffix == ".distcp"

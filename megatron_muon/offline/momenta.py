@@ -78,7 +78,7 @@ def matrix_convention(
 
     Args:
         optimizer: Which optimizer wrote it.
-        common: Its common state, whose arguments say the factor.
+        common: Its common state, which has the factor among its arguments.
         groups: Its parameter groups; megatron-core's muon says the factor there.
         heavy_ball: β when the user says that it is a sum.
     """

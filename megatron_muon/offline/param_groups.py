@@ -40,7 +40,7 @@ class Target:
 
     @property
     def is_muon(self) -> bool:
-        """Whether it is megatron-core's muon."""
+        """True when it is megatron-core's muon."""
         return self.optimizer == "muon"
 
 

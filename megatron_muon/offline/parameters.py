@@ -1,4 +1,4 @@
-"""The parameters of a model, told from the keys of its checkpoint and the saved arguments.
+"""The parameters of a model, from the keys of its checkpoint and the saved arguments.
 
 Megatron stacks the layers and the experts of a model into one tensor each; here they are taken
 apart again, and every parameter gets the name that it has in the model, which rules are matched
@@ -49,9 +49,9 @@ class StoredParameter:
     Attributes:
         key: Key of the tensor that holds it.
         index: Its index along the axes of layers and experts, none when it is the whole tensor.
-        facts: What routing looks at; its name is that in the model.
-        family: Which setting decides on its split.
-        packing: How its rows are packed.
+        facts: Input of routing; its name is that in the model.
+        family: The setting that decides on its split.
+        packing: Packing of its rows.
         problem: Why its packing is unknown, empty when it is known; the parts are then none.
     """
 
@@ -177,9 +177,9 @@ def _packing(key: str, shape: tuple[int, ...], common: CommonState) -> tuple[Fam
 
 
 def _model_config(common: CommonState) -> Any:
-    """What ``core_transformer_config_from_args`` makes of the saved arguments, as far as needed.
+    """The result of ``core_transformer_config_from_args`` on the saved arguments, where needed.
 
-    What they do not say is taken from ``run_config.yaml``, whose fields are the configuration's.
+    Fields that they lack are taken from ``run_config.yaml``, which has the configuration's.
     """
     config = SimpleNamespace(**(common.run_config or {}))
     heads = getattr(config, "num_attention_heads", None)

@@ -70,7 +70,7 @@ class PlainTensor:
     Attributes:
         name: Its name there.
         parameter: The parameter that it is part of.
-        part: Which of the fused parts, as ``q`` or ``gate``; empty for all of it.
+        part: The fused part, as ``q`` or ``gate``; empty for the whole parameter.
         rows: Half-open intervals of the parameter's rows, in the order in which they stack.
         shape: Its shape.
     """
@@ -333,7 +333,7 @@ def _bare(names: Iterable[str], known: Collection[str]) -> Mapping[str, str]:
 
 
 def _removed(new_names: Mapping[str, str]) -> Iterable[str]:
-    """What was removed: the prefix, and pieces inside of names."""
+    """The removed prefix, and pieces removed inside of names."""
     for old, new in new_names.items():
         pieces = old.split(".")
         yield from (piece for piece in _ANYWHERE if piece in pieces)

@@ -30,7 +30,7 @@ from torch._weights_only_unpickler import _get_allowed_globals
 from megatron_muon.offline.errors import CheckpointError
 
 WRITTEN_AGAIN: Final = ("megatron.", "transformer_engine.", "emerging_optimizers.")
-"""Packages whose names are written again as stand-ins; all others are only read."""
+"""Packages with names that are written again as stand-ins; all others are only read."""
 
 WRITTEN_AGAIN_NAMES: Final = frozenset(
     {
@@ -90,7 +90,7 @@ class InertType(type):
 
 
 class Inert(metaclass=InertType):
-    """An object of a type that is not on the allow-list: what a pickle says of it, nothing more."""
+    """An object of a type that is not on the allow-list, as the pickle describes it."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -155,7 +155,7 @@ class Loaded:
 
 
 def require_known(loaded: Loaded, what: str) -> None:
-    """Refuse to pass on what names functions or classes of strangers."""
+    """Refuse to write again names of functions or classes of unknown packages."""
     if loaded.foreign:
         raise CheckpointError(
             f"{what} refers to {loaded.foreign[0]}, which has no business in a checkpoint; it was "
@@ -292,7 +292,7 @@ class _Pickler(pickle._Pickler):
 
 
 def dump_torch(value: Any) -> bytes:
-    """What ``torch.save`` writes of a value that ``load_torch`` gave, stand-ins included."""
+    """The file of ``torch.save`` for a value of ``load_torch``, stand-ins included."""
     stream = io.BytesIO()
     module = types.SimpleNamespace(Pickler=_Pickler, __name__="megatron_muon")
     torch.save(value, stream, pickle_module=module)

@@ -126,7 +126,7 @@ def _text(rule: Rule) -> str:
 def target_routes(
     parameters: Sequence[StoredParameter], settings: ConvertSettings
 ) -> dict[str, bool]:
-    """Whether a parameter is a matrix, by name; decided by the rules of training."""
+    """True for parameters that are matrices by the rules of training, by name."""
     names = [parameter.name for parameter in parameters]
     unmatched = unmatched_rules(settings.matrix.rules, names)
     if unmatched:

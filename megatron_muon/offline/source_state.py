@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from megatron_muon.checkpoint.names import (
@@ -44,7 +43,6 @@ RESHARD = (
 _KNOWN = "Known are Megatron's Adam, its muon, dmuon and Orth-Dion"
 
 
-@dataclass(frozen=True, kw_only=True)
 class SourceState:
     """The model and all optimizer state of a checkpoint.
 
@@ -57,19 +55,46 @@ class SourceState:
         states: Its boxes, by parameter name and by state (``fp32_param`` of masters).
         factors: Right factors by the name of their matrix.
         grad_scaler: State of the gradient scaler, None without one.
-        step_in_state: Whether Adam's step count was beside its state, where torch's Adam keeps it,
-            and not in its groups, as Transformer Engine's and Apex's.
+        step_in_state: True when Adam's step count was beside its state, where torch's Adam keeps
+            it, and not in its groups, as Transformer Engine's and Apex's.
+
+    Args:
+        checkpoint: The checkpoint.
+        may_lack: Whether weights alone will do.
     """
 
-    common: CommonState
-    model: Mapping[str, TensorInfo]
-    parameters: Mapping[str, tuple[StoredParameter, ...]]
-    optimizer: Optimizer
-    groups: tuple[dict[str, Any], ...]
-    states: Mapping[str, Mapping[str, Box]]
-    factors: Mapping[str, TensorInfo]
-    grad_scaler: dict[str, Any] | None
-    step_in_state: bool
+    def __init__(self, checkpoint: Checkpoint, *, may_lack: bool = False) -> None:
+        self.common = checkpoint.common
+        self.model = model_tensors(checkpoint)
+        self.parameters = stored_parameters(self.model, self.common)
+        require_names(self.parameters, self.common)
+        self.optimizer = optimizer_of(checkpoint)
+        _require_known(checkpoint, self.optimizer, may_lack=may_lack)
+        by_name = {p.name: p for found in self.parameters.values() for p in found}
+        self.states: dict[str, dict[str, Box]] = {name: {} for name in by_name}
+        self.factors: dict[str, TensorInfo] = {}
+        for key, info in checkpoint.tensors.items():
+            state, name = split_state_key(key) or ("", "")
+            state = MASTER if state == MASTER_OF_ADAM else state
+            if state == RIGHT_FACTOR:
+                self.factors[name] = info
+            elif name in self.parameters:
+                for parameter in self.parameters[name]:
+                    self.states[parameter.name][state] = parameter.box(info)
+            elif name in by_name:
+                self.states[name][state] = whole(info)
+            elif state:
+                raise CheckpointError(
+                    f"{key} belongs to no parameter of the model part of {checkpoint.folder}."
+                )
+        for name, found in self.states.items():
+            _require_fit(by_name[name], found)
+        self.groups = param_groups(self.common)
+        optimizers = list(_optimizers(self.common))
+        scalers = [state["grad_scaler"] for state in optimizers if "grad_scaler" in state]
+        self.grad_scaler: dict[str, Any] | None = scalers[0] if scalers else None
+        steps = map(_step_in_state, map(_inner, optimizers))
+        self.step_in_state = any(step is not None for step in steps)
 
     @property
     def steps(self) -> int:
@@ -82,27 +107,25 @@ class SourceState:
             )
         return max(steps, default=0)
 
-    def momentum_convention(self, heavy_ball: float | None) -> Convention:
-        """That of ``momentum_buffer``.
-
-        Args:
-            heavy_ball: β when the user says that it is a sum of gradients.
-        """
+    def momentum_convention(self, heavy_ball: float | None = None) -> Convention:
+        """That of ``momentum_buffer``; ``heavy_ball`` is β when the user says that it is a sum."""
         return matrix_convention(self.optimizer, self.common, self.groups, heavy_ball)
 
 
 def has_buckets(checkpoint: Checkpoint) -> bool:
-    """Whether the state is ``dp_reshardable``: flat buckets."""
+    """True when the state is ``dp_reshardable``: flat buckets."""
     return any(".gbuf_idx_" in key for key in checkpoint.tensors)
 
 
 def optimizer_of(checkpoint: Checkpoint) -> Optimizer:
-    """Which optimizer wrote the state; told from its groups, and from its keys without them."""
+    """The optimizer that wrote the state, detected by its groups and keys."""
     states = {known[0] for key in checkpoint.tensors if (known := split_state_key(key))}
     if has_buckets(checkpoint):
         return "adam"
     groups = param_groups(checkpoint.common)
-    if _is_sgd(groups) or any(map(unknown_state, checkpoint.tensors)):
+    # The ``momentum_buffer`` of SGD is a sum of gradients, and of every parameter.
+    is_sgd = any("dampening" in group for group in groups)
+    if is_sgd or any(map(unknown_state, checkpoint.tensors)):
         return "unknown"
     if RIGHT_FACTOR in states:
         return "orth_dion"
@@ -146,22 +169,9 @@ def _step_in_state(state: dict[str, Any]) -> Any:
     return kept.get("common_step") if isinstance(kept, dict) else None
 
 
-def _is_sgd(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Its ``momentum_buffer`` is a sum of gradients, and of every parameter."""
-    return any("dampening" in group for group in groups)
-
-
-def source_state(checkpoint: Checkpoint, *, may_lack: bool = False) -> SourceState:
-    """Find every parameter and every state of it.
-
-    Args:
-        checkpoint: The checkpoint.
-        may_lack: Whether weights alone will do.
-    """
-    model = model_tensors(checkpoint)
-    parameters = stored_parameters(model, checkpoint.common)
-    require_names(parameters, checkpoint.common)
-    folder, kind = checkpoint.folder, optimizer_of(checkpoint)
+def _require_known(checkpoint: Checkpoint, kind: Optimizer, *, may_lack: bool) -> None:
+    """Refuse state that cannot be read, is of an unknown optimizer, or is not there."""
+    folder = checkpoint.folder
     if has_buckets(checkpoint):
         raise CheckpointError(f"{folder} {BUCKETS}: {RESHARD}.")
     unknown = next(filter(unknown_state, checkpoint.tensors), None)
@@ -176,37 +186,6 @@ def source_state(checkpoint: Checkpoint, *, may_lack: bool = False) -> SourceSta
             f"{folder} holds no optimizer state to convert (it was saved with --no-save-optim, or "
             "of another optimizer)."
         )
-    by_name = {p.name: p for found in parameters.values() for p in found}
-    states: dict[str, dict[str, Box]] = {name: {} for name in by_name}
-    factors: dict[str, TensorInfo] = {}
-    for key, info in checkpoint.tensors.items():
-        state, name = split_state_key(key) or ("", "")
-        state = MASTER if state == MASTER_OF_ADAM else state
-        if state == RIGHT_FACTOR:
-            factors[name] = info
-        elif name in parameters:
-            for parameter in parameters[name]:
-                states[parameter.name][state] = parameter.box(info)
-        elif name in by_name:
-            states[name][state] = whole(info)
-        elif state:
-            raise CheckpointError(f"{key} belongs to no parameter of the model part of {folder}.")
-    for name, found in states.items():
-        _require_fit(by_name[name], found)
-    optimizers = list(_optimizers(checkpoint.common))
-    scalers = [state["grad_scaler"] for state in optimizers if "grad_scaler" in state]
-    steps = map(_step_in_state, map(_inner, optimizers))
-    return SourceState(
-        common=checkpoint.common,
-        model=model,
-        parameters=parameters,
-        optimizer=kind,
-        groups=param_groups(checkpoint.common),
-        states=states,
-        factors=factors,
-        grad_scaler=scalers[0] if scalers else None,
-        step_in_state=any(step is not None for step in steps),
-    )
 
 
 def _require_fit(parameter: StoredParameter, states: Mapping[str, Box]) -> None:
