@@ -50,12 +50,7 @@ def _label(steps: _Steps) -> str:
 
 
 def find_contents(content: Any, path: Path) -> Contents:
-    """Find the weights and every optimizer.
-
-    Args:
-        content: The value of ``torch.load``.
-        path: The file, for messages.
-    """
+    """Find the weights and every optimizer in the value of ``torch.load``."""
     found = Contents()
     if not _visit(content, (), found, path):
         keys = content if isinstance(content, Mapping) else ()

@@ -47,12 +47,7 @@ from megatron_muon.offline.source_state import SourceState
 
 
 def plan_conversion(checkpoint: Checkpoint, settings: ConvertSettings) -> Output:
-    """Everything of the converted checkpoint; nothing is read but the index and the common state.
-
-    Args:
-        checkpoint: The source.
-        settings: What the user asks for.
-    """
+    """The plan of a converted checkpoint; only the index and the common state are read."""
     return _Conversion(checkpoint, settings).output()
 
 

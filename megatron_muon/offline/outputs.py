@@ -19,13 +19,7 @@ class Value(Protocol):
     def tensor(
         self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """The elements, made when they are asked for.
-
-        Args:
-            source: The checkpoint that is converted, if any.
-            shape: Of the chunk.
-            dtype: Of the tensor.
-        """
+        """The elements in the chunk's shape, made when they are asked for."""
         ...
 
 

@@ -127,12 +127,7 @@ def _upstream_states(base: Sequence[Group], target: Target) -> list[dict[str, An
 
 
 def arguments(target: Target, settings: Mapping[str, Any]) -> argparse.Namespace | None:
-    """The saved arguments as a run of the target has them; None where none were saved.
-
-    Args:
-        target: The target.
-        settings: Our flags of the conversion.
-    """
+    """The saved arguments as a run of the target has them; None where none were saved."""
     saved = target.source.common.value.get("args")
     if saved is None:
         return None

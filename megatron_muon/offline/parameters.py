@@ -85,12 +85,7 @@ def model_tensors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
 def stored_parameters(
     tensors: Mapping[str, TensorInfo], common: CommonState
 ) -> dict[str, tuple[StoredParameter, ...]]:
-    """The parameters of every tensor of the model, by the tensor's key.
-
-    Args:
-        tensors: The model part.
-        common: Common state; its arguments say how rows are packed.
-    """
+    """The parameters of every tensor of the model, by the tensor's key."""
     found = {key: tuple(_parameters(info, common)) for key, info in tensors.items()}
     facts = [parameter.facts for stacked in found.values() for parameter in stacked]
     adapters = adapter_parameters({fact.name: fact.shape for fact in facts})

@@ -1,4 +1,4 @@
-"""A bar on a terminal, a line now and then elsewhere."""
+"""Progress of a command on its error stream."""
 
 from __future__ import annotations
 
@@ -6,32 +6,27 @@ import sys
 import time
 from typing import TextIO
 
-WIDTH = 30
-LINE_SECONDS = 10.0
-BAR_SECONDS = 0.1
-
 
 class ProgressReport:
     """Counts bytes and prints how many of all are done.
 
     Args:
         total: Bytes in all.
-        stream: Where it is printed; a bar if that is a terminal.
+        stream: Where it is printed: on one line of a terminal, else on a line now and then.
     """
 
     def __init__(self, total: int, stream: TextIO = sys.stderr) -> None:
         self._total, self._done = max(total, 1), 0
         self._stream = stream
         self._is_terminal = stream.isatty()
-        self._start = time.monotonic()
-        self._last = self._start if not self._is_terminal else 0.0
+        self._interval = 0.1 if self._is_terminal else 10.0
+        self._started = self._last = time.monotonic()
 
     def __call__(self, count: int) -> None:
         """Add so many bytes."""
         self._done += count
-        now = time.monotonic()
-        if now - self._last >= (BAR_SECONDS if self._is_terminal else LINE_SECONDS):
-            self._last = now
+        if time.monotonic() - self._last >= self._interval:
+            self._last = time.monotonic()
             self._print()
 
     def finish(self) -> None:
@@ -40,15 +35,11 @@ class ProgressReport:
         self._print()
         if self._is_terminal:
             self._stream.write("\n")
-            self._stream.flush()
 
     def _print(self) -> None:
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        rate = self._done / seconds / 1e6
         share = min(self._done / self._total, 1.0)
-        seconds = max(time.monotonic() - self._start, 1e-9)
-        text = f"{share:6.1%} of {self._total:,} bytes, {self._done / seconds / 1e6:,.0f} MB/s"
-        if self._is_terminal:
-            bar = "#" * round(share * WIDTH)
-            self._stream.write(f"\r[{bar:{WIDTH}}] {text}")
-        else:
-            self._stream.write(f"{text}\n")
+        text = f"{share:6.1%} of {self._total:,} bytes, {rate:,.0f} MB/s"
+        self._stream.write(f"\r{text}" if self._is_terminal else f"{text}\n")
         self._stream.flush()

@@ -7,7 +7,7 @@ its own enumerations and settings.
 
 The allow-list is that of ``torch.load(weights_only=True)``, which itself is not enough here. With a
 stub for each name of ``get_unsafe_globals_in_checkpoint`` it reads Megatron's enumerations, but it
-refuses the pickle protocol of ``.metadata`` and instances of subclasses of list and dict, and does
+refuses the pickle protocol of ``.metadata`` and instances of subclasses of dict, and does
 not compare the CRC of what it reads.
 """
 
@@ -223,23 +223,12 @@ def _read_storage(
 
 
 def load_pickle(stream: IO[bytes], *, source: str, more: Mapping[str, Any] | None = None) -> Loaded:
-    """Read one plain pickle.
-
-    Args:
-        stream: Where it starts.
-        source: Its name in messages.
-        more: Further dotted names that become real things.
-    """
+    """Read one plain pickle; ``more`` are dotted names that become real things, too."""
     return _load(_Unpickler(stream, more or {}), source)
 
 
 def load_torch(stream: IO[bytes], *, source: str) -> Loaded:
-    """Read what ``torch.save`` wrote, tensors included.
-
-    Args:
-        stream: A seekable stream that holds this alone.
-        source: Its name in messages.
-    """
+    """Read a stream of ``torch.save``, tensors included."""
     try:
         with zipfile.ZipFile(stream) as archive:
             names = archive.namelist()
