@@ -121,22 +121,14 @@ class _Conversion:
         tensors: list[OutTensor] = []
         for key, found in self.trained.items():
             tensors += self._state_tensors(key, found)
-        stored = {tensor.key for tensor in tensors}  # weights that are masters, too
-        tensors += [
-            copied(info, key, "weight, copied")
-            for key, info in self.model.items()
-            if key not in stored
-        ]
-        if self.settings.to == "orth_dion":
-            for found in self.trained.values():
+            if self.settings.to == "orth_dion":
                 for parameter in found:
                     tensors += self._right_factors(parameter)
-        # What the source keeps besides (random state as tensors, if ever): nothing is lost.
-        known = {tensor.key for tensor in tensors}
+        stored = {tensor.key for tensor in tensors}  # with weights that are masters, too
         tensors += [
-            copied(info, key, "copied")
+            copied(info, key, "weight, copied" if key in self.model else "copied")
             for key, info in self.checkpoint.tensors.items()
-            if key not in known and split_state_key(key) is None and key not in self.model
+            if key not in stored and split_state_key(key) is None
         ]
         return Output(
             tensors=tuple(tensors),

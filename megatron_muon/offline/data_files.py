@@ -20,20 +20,10 @@ from typing import Any, BinaryIO, Final
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystem, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -88,7 +78,7 @@ def write_files(
 
 
 def spread(
-    items: Sequence[WriteItem], sizes: Mapping[MetadataIndex, int], count: int
+    items: Sequence[WriteItem], sizes: Mapping[dcp.MetadataIndex, int], count: int
 ) -> list[list[WriteItem]]:
     """The items in so many parts of about equal size; torch's own takes a chunk for its tensor."""
     parts: list[list[WriteItem]] = [[] for _ in range(count)]
@@ -114,13 +104,13 @@ class Planner(DefaultSavePlanner):
         super().__init__()
         self.source, self.progress = source, progress
         self.items: list[WriteItem] = []
-        self.sizes: dict[MetadataIndex, int] = {}
-        self._contents: dict[MetadataIndex, tuple[OutChunk, torch.dtype] | bytes | Place] = {}
+        self.sizes: dict[dcp.MetadataIndex, int] = {}
+        self._contents: dict[dcp.MetadataIndex, tuple[OutChunk, torch.dtype] | bytes | Place] = {}
         for tensor in output.tensors:
-            properties = TensorProperties(dtype=tensor.dtype)
+            properties = dcp.TensorProperties(dtype=tensor.dtype)
             for chunk in tensor.chunks:
-                index = MetadataIndex(tensor.key, chunk.offset)
-                box = ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape))
+                index = dcp.MetadataIndex(tensor.key, chunk.offset)
+                box = dcp.ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape))
                 data = TensorWriteData(box, properties, torch.Size(tensor.shape))
                 self.items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
                 self.sizes[index] = math.prod(chunk.shape) * tensor.dtype.itemsize
@@ -131,7 +121,7 @@ class Planner(DefaultSavePlanner):
         if not output.common_in_file:
             blobs[COMMON_KEY] = dump_torch([output.common])  # a sharded object stands in a list
         for key, content in blobs.items():
-            index = MetadataIndex(key)
+            index = dcp.MetadataIndex(key)
             self.items.append(WriteItem(index, WriteItemType.BYTE_IO))
             self.sizes[index] = content.length if isinstance(content, Place) else len(content)
             self._contents[index] = content
@@ -192,9 +182,9 @@ class Writer(FileSystemWriter):
         future.set_result(results)
         return future
 
-    def storage_meta(self) -> StorageMeta:
+    def storage_meta(self) -> dcp.StorageMeta:
         """Without the folder, which is renamed when it is complete."""
-        return StorageMeta()
+        return dcp.StorageMeta()
 
 
 class _HashingFile:

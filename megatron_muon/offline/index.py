@@ -9,17 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from megatron_muon.offline.errors import CheckpointError
 from megatron_muon.offline.safe_pickle import load_pickle
@@ -27,14 +18,14 @@ from megatron_muon.offline.safe_pickle import load_pickle
 INDEX_FILE = ".metadata"
 
 _CLASSES = (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-    _MEM_FORMAT_ENCODING,
+    dcp.BytesStorageMetadata,
+    dcp.ChunkStorageMetadata,
+    dcp.Metadata,
+    dcp.MetadataIndex,
+    dcp.StorageMeta,
+    dcp.TensorProperties,
+    dcp.TensorStorageMetadata,
+    dcp._MEM_FORMAT_ENCODING,
     _StorageInfo,
 )
 _NAMES: Mapping[str, Any] = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in _CLASSES}
@@ -84,16 +75,16 @@ def read_index(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, Place]]:
         raise CheckpointError(f"{folder} is incomplete: its {INDEX_FILE} is missing.")
     with path.open("rb") as stream:
         metadata = load_pickle(stream, source=str(path), more=_NAMES).value
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+    if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.storage_data, dict):
         raise CheckpointError(f"{path} is a foreign pickle, and no index of a checkpoint.")
     tensors, blobs = {}, {}
     try:
         places = {index: _place(info) for index, info in metadata.storage_data.items()}
         for key, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata):
+            if isinstance(entry, dcp.TensorStorageMetadata):
                 tensors[key] = _tensor(key, entry, places)
             else:
-                blobs[key] = places[MetadataIndex(key)]
+                blobs[key] = places[dcp.MetadataIndex(key)]
     except (AttributeError, TypeError, KeyError, ValueError) as error:
         what = error if isinstance(error, ValueError) else repr(error)
         raise CheckpointError(f"{path} is damaged: {what}.") from error
@@ -101,7 +92,7 @@ def read_index(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, Place]]:
 
 
 def _tensor(
-    key: str, entry: TensorStorageMetadata, places: Mapping[MetadataIndex, Place]
+    key: str, entry: dcp.TensorStorageMetadata, places: Mapping[dcp.MetadataIndex, Place]
 ) -> TensorInfo:
     """Refuses chunks that do not make up their tensor: bytes are copied without being read."""
     shape, dtype = tuple(entry.size), entry.properties.dtype
@@ -116,7 +107,7 @@ def _tensor(
         for start, size, whole in zip(offset, sizes, shape, strict=True):
             if start < 0 or size < 0 or start + size > whole:
                 raise ValueError(f"a chunk of {key} is not inside of it")
-        place = places[MetadataIndex(key, offset)]
+        place = places[dcp.MetadataIndex(key, offset)]
         chunks[offset] = Chunk(offset=offset, shape=sizes, place=place)
     covered = sum(math.prod(chunk.shape) for chunk in chunks.values())
     if covered != math.prod(shape):

@@ -20,11 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed._shard._utils import narrow_tensor_by_index
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_muon.checkpoint.files import first_damage
@@ -150,11 +146,14 @@ class Checkpoint:
         ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
         if any(o < 0 or e > n for o, e, n in zip(offsets, ends, info.shape, strict=True)):
             raise CheckpointError(f"{key} of shape {info.shape} has no box {offsets} to {ends}.")
-        wanted = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        stored = TensorStorageMetadata(
-            TensorProperties(dtype=info.dtype),
+        wanted = dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        stored = dcp.TensorStorageMetadata(
+            dcp.TensorProperties(dtype=info.dtype),
             torch.Size(info.shape),
-            [ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.shape)) for c in info.chunks],
+            [
+                dcp.ChunkStorageMetadata(torch.Size(c.offset), torch.Size(c.shape))
+                for c in info.chunks
+            ],
         )
         result: torch.Tensor | None = None
         covered = 0
