@@ -144,10 +144,10 @@ class Planner(DefaultSavePlanner):
 
 
 class _Files(FileSystem):
-    """Files of the writer: the rename that users see is that of the whole folder."""
+    """torch's files; the index gets its name in one step, whatever has that name."""
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Name the index."""
+        """Give a file another name."""
         os.replace(path, new_path)
 
 
