@@ -26,9 +26,9 @@ sys.path.insert(0, str(ROOT))
 import torch
 
 from megatron_muon.checkpoint.names import ADAM_STATES, MASTER_OF_ADAM, state_key
-from megatron_muon.checkpoint.outputs import OutChunk, Output, OutTensor
-from megatron_muon.checkpoint.reading import Checkpoint
-from megatron_muon.checkpoint.writing import write_checkpoint, write_tracker
+from megatron_muon.offline.outputs import OutChunk, Output, OutTensor
+from megatron_muon.offline.reading import Checkpoint
+from megatron_muon.offline.writing import write_checkpoint, write_tracker
 
 HIDDEN, FFN, HEADS, GROUPS, VOCAB = 1024, 2816, 16, 4, 32000
 BYTES_A_PARAMETER = 14  # bf16 weight, fp32 master and two moments

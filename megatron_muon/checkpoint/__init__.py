@@ -1,1 +1,1 @@
-"""Optimizer state on disk: its names and its geometry. No megatron, no process group."""
+"""Optimizer state on disk as training writes it: names, boxes, and the checks before a load."""

@@ -10,8 +10,8 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
+from megatron_muon.checkpoint.check import another_optimizer
 from megatron_muon.checkpoint.names import MASTER, MOMENTUM, RIGHT_FACTOR
-from megatron_muon.integration.checkpoint_check import another_optimizer
 from megatron_muon.integration.checkpoint_state import (
     StoredParts,
     copy_loaded,

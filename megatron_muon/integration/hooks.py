@@ -116,16 +116,16 @@ def _asking_first(original: Callable[..., Any]) -> Callable[..., Any]:
     return with_check(original)
 
 
-def _telling_what_is_incomplete(original: Callable[..., Any]) -> Callable[..., Any]:
-    from megatron_muon.integration.checkpoint_hook import telling_what_is_incomplete
+def _explain_incomplete(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron_muon.integration.checkpoint_hook import explain_incomplete
 
-    return telling_what_is_incomplete(original)
+    return explain_incomplete(original)
 
 
-def _telling_what_is_unfinished(original: Callable[..., Any]) -> Callable[..., Any]:
-    from megatron_muon.integration.checkpoint_hook import telling_what_is_unfinished
+def _explain_unfinished(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron_muon.integration.checkpoint_hook import explain_unfinished
 
-    return telling_what_is_unfinished(original)
+    return explain_unfinished(original)
 
 
 def _deciding_on_groups(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -166,12 +166,12 @@ HOOKS = (
     Hook(
         module="megatron.core.dist_checkpointing",
         attribute="load_common_state_dict",
-        wrap=_telling_what_is_incomplete,
+        wrap=_explain_incomplete,
     ),
     Hook(
         module="megatron.training.checkpointing",
         attribute="_get_checkpoint_format",
-        wrap=_telling_what_is_unfinished,
+        wrap=_explain_unfinished,
     ),
     SCHEDULE_HOOK,
 )

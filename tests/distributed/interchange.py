@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_muon.checkpoint.__main__ import main
+from megatron_muon.offline.command import main
 from tests.distributed.pretraining import pretrain_with_our_hooks
 from tests.tiny_gpt import gather_full
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.checkpoint.__main__ import main
-from megatron_muon.checkpoint.conversion import plan_conversion
-from megatron_muon.checkpoint.reading import Checkpoint
-from megatron_muon.checkpoint.settings import ConvertSettings
-from megatron_muon.checkpoint.verification import compare
-from megatron_muon.checkpoint.writing import write_checkpoint, write_tracker
 from megatron_muon.config import MatrixConfig
+from megatron_muon.offline.command import main
+from megatron_muon.offline.conversion import plan_conversion
+from megatron_muon.offline.reading import Checkpoint
+from megatron_muon.offline.settings import ConvertSettings
+from megatron_muon.offline.verification import compare
+from megatron_muon.offline.writing import write_checkpoint, write_tracker
 from tests.distributed import pretraining
 from tests.distributed.test_pretrain import DMUON, ORTH_DION, pretrain_with_hooks
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.checkpoint.reading import Checkpoint
-from megatron_muon.checkpoint.source_state import param_groups
+from megatron_muon.offline.reading import Checkpoint
+from megatron_muon.offline.source_state import param_groups
 from tests.distributed.interchange import (
     FFN,
     GROUPS,

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.checkpoint.__main__ import main
-from megatron_muon.checkpoint.reading import Checkpoint
+from megatron_muon.offline.command import main
+from megatron_muon.offline.reading import Checkpoint
 from tests.distributed.offline import (
     ADAM,
     ADAM_BUCKETS,

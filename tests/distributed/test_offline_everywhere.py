@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.checkpoint.reading import Checkpoint
+from megatron_muon.offline.reading import Checkpoint
 from tests.distributed.offline import (
     ADAM,
     MOE,

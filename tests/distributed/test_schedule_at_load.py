@@ -256,7 +256,7 @@ def test_a_converted_checkpoint_has_the_groups_of_the_run_that_loads_it(
     ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Adam's, of a model with experts, whose linear weights are matrices here, without a flag."""
-    from megatron_muon.checkpoint.__main__ import main
+    from megatron_muon.offline.command import main
 
     def without_a_flag(*arguments: Any) -> list[str]:
         return [word for word in original(*arguments) if "param-scheduler" not in word]

@@ -30,7 +30,8 @@ ALLOWED = {
     "placement": {"matrices", "linalg"},
     "exchange": {"placement", "matrices", "linalg"},
     "optim": {"linalg", "exchange", "placement", "matrices"},
-    "checkpoint": {"matrices", "config", "flags", "linalg", "optim"},
+    "checkpoint": {"config"},
+    "offline": {"checkpoint", "config", "flags", "linalg", "matrices", "optim"},
     "config": {"matrices"},
     "flags": {"config", "linalg", "matrices"},
     "integration": {
@@ -53,28 +54,28 @@ ALLOWED = {
 # The same inside functions and under TYPE_CHECKING: (file, part).
 ALLOWED_LATE = {
     ("__init__.py", "integration"),
+    ("checkpoint/__main__.py", "offline"),
     ("integration/launcher.py", "cpu"),
 }
 # Of torch.distributed, outside exchange (all of it), cpu and dry_run (which replace parts of it).
 ALLOWED_DISTRIBUTED = {
-    "integration": {
-        "get_rank",
-        "ProcessGroup",
-        "FileSystemReader",
-        "TensorStorageMetadata",
-        "CheckpointException",
-    },
-    # Classes that a checkpoint's index is made of; none of them needs a process group.
-    "checkpoint": {
-        "_MEM_FORMAT_ENCODING",
+    "integration": {"get_rank", "ProcessGroup", "CheckpointException"},
+    # torch's classes of checkpoints; none of them needs a process group.
+    "checkpoint": {"FileSystemReader", "TensorStorageMetadata"},
+    "offline": {
         "_StorageInfo",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
+        "DefaultSavePlanner",
+        "FileSystem",
+        "FileSystemWriter",
+        "WriteResult",
+        "create_default_global_save_plan",
+        "create_read_items_for_chunk_list",
+        "metadata",
+        "narrow_tensor_by_index",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
     },
 }
 WITHOUT_TORCH = ("matrices", "placement", "config", "launch", "__init__")
@@ -202,6 +203,9 @@ def test_imports_point_downwards_and_files_are_short_and_named() -> None:
             "distributed.gather",
         ),
         ("integration/a.py", "from megatron_muon import cpu", "imports megatron_muon.cpu"),
+        ("integration/a.py", "import megatron_muon.offline.x", "imports megatron_muon.offline.x"),
+        ("checkpoint/a.py", "def f():\n    import megatron_muon.offline", "megatron_muon.offline"),
+        ("offline/a.py", "import megatron.core", "imports megatron.core"),
         ("integration/a.py", "def f():\n    import megatron_muon.cpu", "imports megatron_muon.cpu"),
         ("integration/launcher.py", "import megatron_muon.cpu", "imports megatron_muon.cpu"),
         ("config.py", "from megatron_muon.linalg import x", "imports megatron_muon.linalg.x"),
@@ -227,6 +231,7 @@ def test_what_breaks_a_rule_is_found(tmp_path: Path, file: str, text: str, viola
         ("optim/a.py", "from megatron_muon.linalg import x\nimport torch"),
         ("integration/a.py", "import torch\ntorch.distributed.get_rank()\nimport megatron.core"),
         ("integration/launcher.py", "def f():\n    from megatron_muon import cpu"),
+        ("checkpoint/__main__.py", "def f():\n    import megatron_muon.offline.command"),
         ("__init__.py", "if TYPE_CHECKING:\n    import megatron_muon.integration"),
         ("exchange/a.py", "import torch.distributed as d\nd.all_reduce()"),
         ("placement/a.py", "from megatron_muon.matrices import x\nfrom .plan import y"),

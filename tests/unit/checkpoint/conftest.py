@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.checkpoint.writing import write_checkpoint, write_tracker
+from megatron_muon.offline.writing import write_checkpoint, write_tracker
 from tests.unit.checkpoint.small_output import output
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from megatron_muon.checkpoint.outputs import OutBlob, OutChunk, Output, OutTensor, Zeros
-from megatron_muon.checkpoint.safe_pickle import dump_torch
+from megatron_muon.offline.outputs import OutBlob, OutChunk, Output, OutTensor, Zeros
+from megatron_muon.offline.safe_pickle import dump_torch
 
 WHOLE = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from megatron_muon.checkpoint.outputs import OutBlob, OutChunk, Output, OutTensor
-from megatron_muon.checkpoint.safe_pickle import dump_torch
-from megatron_muon.checkpoint.writing import write_checkpoint, write_tracker
+from megatron_muon.offline.outputs import OutBlob, OutChunk, Output, OutTensor
+from megatron_muon.offline.safe_pickle import dump_torch
+from megatron_muon.offline.writing import write_checkpoint, write_tracker
 
 LAYERS, HIDDEN, FFN, HEADS, GROUPS, VOCAB = 2, 64, 96, 4, 2, 128
 STEP = 5

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.checkpoint import data_files
-from megatron_muon.checkpoint.errors import CheckpointError
-from megatron_muon.checkpoint.reading import Checkpoint
-from megatron_muon.checkpoint.writing import left_behind, write_checkpoint, write_tracker
+from megatron_muon.offline import data_files
+from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.reading import Checkpoint
+from megatron_muon.offline.writing import left_behind, write_checkpoint, write_tracker
 from tests.unit.checkpoint.small_output import WHOLE, names_in, output
 
 ROOT = Path(__file__).parents[3]
@@ -169,8 +169,8 @@ import sys
 from pathlib import Path
 sys.path[:0] = [{root!r}]
 import signal
-from megatron_muon.checkpoint.__main__ import _end
-from megatron_muon.checkpoint.writing import write_checkpoint
+from megatron_muon.offline.command import _end
+from megatron_muon.offline.writing import write_checkpoint
 from tests.unit.checkpoint.small_output import output
 signal.signal(signal.SIGTERM, _end)
 try:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-from megatron_muon.checkpoint.errors import CheckpointError
-from megatron_muon.checkpoint.foreign import Foreign, read_foreign
+from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.foreign import Foreign, read_foreign
 
 MATRIX, VECTOR = "layer.weight", "layer.bias"
 
@@ -90,12 +90,12 @@ FORMS: dict[str, Callable[[Trained], Any]] = {
 def _assert_is(found: Foreign, trained: Trained, *, weights: bool = True) -> None:
     expected = trained.weights if weights else {}
     assert found.weights.keys() == expected.keys()
-    assert all(found.tensor(found.weights[name]).equal(expected[name]) for name in expected)
+    assert all(found.weights[name].equal(expected[name]) for name in expected)
     assert found.states.keys() == trained.states.keys()
     for name, states in trained.states.items():
         assert found.states[name].keys() == states.keys()
         for state, value in states.items():
-            assert value.any() and found.tensor(found.states[name][state]).equal(value)
+            assert value.any() and found.states[name][state].equal(value)
     assert found.steps == {2}
     kept = found.momenta[MATRIX]
     assert (kept.kind, kept.factor) == ("average", 0.9)
@@ -223,7 +223,7 @@ def test_momentum_of_sgd_is_a_sum(tmp_path: Path) -> None:
     found = read_foreign(tmp_path / "file.pt")
     kept = found.momenta[MATRIX]
     assert (kept.kind, kept.factor) == ("sum", 0.75)
-    assert found.tensor(found.states[MATRIX]["momentum_buffer"]).eq(2.0 + 0.75 * 1.0).all()
+    assert found.states[MATRIX]["momentum_buffer"].eq(2.0 + 0.75 * 1.0).all()
     sgd.param_groups[0]["dampening"] = 0.5
     torch.save(sgd.state_dict(), tmp_path / "damped.pt")
     with pytest.raises(CheckpointError, match=r"dampening 0\.5"):

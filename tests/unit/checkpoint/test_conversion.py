@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.checkpoint.__main__ import main
-from megatron_muon.checkpoint.reading import Checkpoint
+from megatron_muon.offline.command import main
+from megatron_muon.offline.reading import Checkpoint
 from tests.unit.checkpoint.small_run import ADAM_GROUP, HIDDEN, LAYERS, SHAPES, STEP, save_run
 
 WITHOUT_STEP = {key: value for key, value in ADAM_GROUP.items() if key != "step"}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.checkpoint.errors import CheckpointError
-from megatron_muon.checkpoint.foreign import read_foreign, read_names
-from megatron_muon.checkpoint.momenta import Convention, conversion_factor
-from megatron_muon.checkpoint.torch_files import write_torch_file
+from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.foreign import read_foreign, read_names
+from megatron_muon.offline.momenta import Convention, conversion_factor
+from megatron_muon.offline.torch_files import write_torch_file
 
 PLAIN: dict[str, Any] = {
     "format": "megatron_muon plain 1",

@@ -17,12 +17,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.checkpoint import __main__ as command_line
-from megatron_muon.checkpoint.convert_command import write_output
-from megatron_muon.checkpoint.errors import CheckpointError
-from megatron_muon.checkpoint.reading import Checkpoint, CommonState
-from megatron_muon.checkpoint.safe_pickle import Loaded, load_pickle
-from megatron_muon.checkpoint.settings import (
+from megatron_muon.config import MatrixConfig
+from megatron_muon.matrices import Rule
+from megatron_muon.offline import command as command_line
+from megatron_muon.offline.convert_command import write_output
+from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.reading import Checkpoint, CommonState
+from megatron_muon.offline.safe_pickle import Loaded, load_pickle
+from megatron_muon.offline.settings import (
     TARGETS,
     ConvertSettings,
     matrix_settings,
@@ -30,11 +32,9 @@ from megatron_muon.checkpoint.settings import (
     require_meaning,
     saved_flags,
 )
-from megatron_muon.checkpoint.torch_files import read_torch_file
-from megatron_muon.checkpoint.verification import compare
-from megatron_muon.checkpoint.writing import check_target, write_checkpoint
-from megatron_muon.config import MatrixConfig
-from megatron_muon.matrices import Rule
+from megatron_muon.offline.torch_files import read_torch_file
+from megatron_muon.offline.verification import compare
+from megatron_muon.offline.writing import check_target, write_checkpoint
 from tests.unit.checkpoint.small_output import WHOLE, output
 
 TRACKER = "latest_checkpointed_iteration.txt"

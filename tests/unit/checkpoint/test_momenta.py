@@ -7,11 +7,11 @@ import argparse
 import pytest
 import torch
 
-from megatron_muon.checkpoint.common_state import CommonState
-from megatron_muon.checkpoint.errors import CheckpointError
-from megatron_muon.checkpoint.momenta import Convention, conversion_factor, matrix_convention
-from megatron_muon.checkpoint.right_factors import EXACT_SIDE, leading_right_subspace
-from megatron_muon.checkpoint.safe_pickle import Loaded
+from megatron_muon.offline.common_state import CommonState
+from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.momenta import Convention, conversion_factor, matrix_convention
+from megatron_muon.offline.right_factors import EXACT_SIDE, leading_right_subspace
+from megatron_muon.offline.safe_pickle import Loaded
 from tests.reference.orth_dion import orth_dion_step
 
 AVERAGE, SUM, DION = (Convention(kind=kind, factor=0.9) for kind in ("average", "sum", "dion"))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_muon.checkpoint.errors import CheckpointError
-from megatron_muon.checkpoint.parameters import StoredParameter
-from megatron_muon.checkpoint.plain_names import hf_name, plain_tensors
 from megatron_muon.matrices import Packing, ParameterFacts, RowPacking, RowPart
+from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.parameters import StoredParameter
+from megatron_muon.offline.plain_names import hf_name, plain_tensors
 
 # Megatron's name, fused part, whether attention is multi-latent, the name in Hugging Face's form.
 NAMES = [

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.checkpoint.__main__ import main
-from megatron_muon.checkpoint.errors import CheckpointError
-from megatron_muon.checkpoint.reading import Checkpoint
-from megatron_muon.checkpoint.run_config import read_run_config
+from megatron_muon.offline.command import main
+from megatron_muon.offline.common_state import read_run_config
+from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.reading import Checkpoint
 from tests.unit.checkpoint.small_run import (
     ADAM,
     ADAM_GROUP,

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.checkpoint.errors import CheckpointError
-from megatron_muon.checkpoint.reading import Checkpoint
-from megatron_muon.checkpoint.safe_pickle import Inert, dump_torch, load_pickle, load_torch
+from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.reading import Checkpoint
+from megatron_muon.offline.safe_pickle import Inert, dump_torch, load_pickle, load_torch
 
 
 class Touch:

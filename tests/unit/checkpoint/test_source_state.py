@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.checkpoint.__main__ import main
+from megatron_muon.offline.command import main
 from tests.unit.checkpoint.small_run import ADAM_GROUP, SHAPES, save_run
 
 WEIGHT = "decoder.layers.mlp.linear_fc2.weight"

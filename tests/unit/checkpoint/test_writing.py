@@ -13,22 +13,22 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from megatron_muon.checkpoint import data_files
-from megatron_muon.checkpoint.errors import CheckpointError
-from megatron_muon.checkpoint.manifest import manifest_problems
-from megatron_muon.checkpoint.outputs import (
+from megatron_muon.offline import data_files
+from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.manifest import manifest_problems
+from megatron_muon.offline.outputs import (
     Bytes,
-    OutBlob,
     OutChunk,
     Output,
     OutTensor,
     copied,
 )
-from megatron_muon.checkpoint.reading import Checkpoint
-from megatron_muon.checkpoint.writing import write_checkpoint
+from megatron_muon.offline.reading import Checkpoint
+from megatron_muon.offline.writing import write_checkpoint
 from tests.unit.checkpoint.small_output import WHOLE, Given, names_in, output
 
 ROOT = Path(__file__).parents[3]
@@ -177,9 +177,8 @@ def test_the_manifest_says_where_everything_came_from(written: Path) -> None:
 
 
 def test_files_share_the_bytes_evenly() -> None:
-    items = [
-        data_files._Item(key=str(n), dtype=None, content=OutBlob(key="", content=b""), nbytes=n)
-        for n in range(1, 40)
-    ]
-    sizes = [sum(item.nbytes for item in part) for part in data_files._spread(items, 3)]
+    nbytes = {MetadataIndex(str(n)): n for n in range(1, 40)}
+    items = [WriteItem(index, WriteItemType.BYTE_IO) for index in nbytes]
+    parts = data_files.spread(items, nbytes, 3)
+    sizes = [sum(nbytes[item.index] for item in part) for part in parts]
     assert sum(sizes) == sum(range(1, 40)) and max(sizes) - min(sizes) <= 2

@@ -1,0 +1,214 @@
+"""The optimizer state of a checkpoint: which optimizer's, and the box of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from megatron_muon.checkpoint.names import (
+    ADAM_STATES,
+    MASTER,
+    MASTER_OF_ADAM,
+    MOMENTUM,
+    RIGHT_FACTOR,
+    split_state_key,
+    unknown_state,
+)
+from megatron_muon.offline.common_state import CommonState
+from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.index import TensorInfo
+from megatron_muon.offline.momenta import Convention, matrix_convention
+from megatron_muon.offline.outputs import Box, whole
+from megatron_muon.offline.parameters import (
+    StoredParameter,
+    model_tensors,
+    require_names,
+    stored_parameters,
+)
+from megatron_muon.offline.reading import Checkpoint
+
+Optimizer = Literal["adam", "muon", "dmuon", "orth_dion", "none", "unknown"]
+
+GROUP_KEY = "matrix_optimizer"
+"""Key of our groups of matrices, ``integration.combined_optimizer.MATRIX_GROUP_KEY``."""
+
+BUCKETS = (
+    "holds Adam's state as dp_reshardable, whose flat buckets do not say which element belongs to "
+    "which parameter"
+)
+RESHARD = (
+    "load it with --optimizer adam at the layout that it was saved with, and save it with "
+    "--dist-ckpt-optim-fully-reshardable (one iteration is enough); then take that"
+)
+_KNOWN = "Known are Megatron's Adam, its muon, dmuon and Orth-Dion"
+
+
+class SourceState:
+    """The model and all optimizer state of a checkpoint.
+
+    Attributes:
+        common: The common state.
+        model: Tensors of the model part, by key.
+        parameters: Their parameters, by key.
+        optimizer: Which optimizer wrote it.
+        groups: Parameter groups of all its optimizers.
+        states: Its boxes, by parameter name and by state (``fp32_param`` of masters).
+        factors: Right factors by the name of their matrix.
+        grad_scaler: State of the gradient scaler, None without one.
+        step_in_state: True when Adam's step count was beside its state, where torch's Adam keeps
+            it, and not in its groups, as Transformer Engine's and Apex's.
+
+    Args:
+        checkpoint: The checkpoint.
+        may_lack: Whether weights alone will do.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, may_lack: bool = False) -> None:
+        self.common = checkpoint.common
+        self.model = model_tensors(checkpoint)
+        self.parameters = stored_parameters(self.model, self.common)
+        require_names(self.parameters, self.common)
+        self.optimizer = optimizer_of(checkpoint)
+        _require_known(checkpoint, self.optimizer, may_lack=may_lack)
+        by_name = {p.name: p for found in self.parameters.values() for p in found}
+        self.states: dict[str, dict[str, Box]] = {name: {} for name in by_name}
+        self.factors: dict[str, TensorInfo] = {}
+        for key, info in checkpoint.tensors.items():
+            state, name = split_state_key(key) or ("", "")
+            state = MASTER if state == MASTER_OF_ADAM else state
+            if state == RIGHT_FACTOR:
+                self.factors[name] = info
+            elif name in self.parameters:
+                for parameter in self.parameters[name]:
+                    self.states[parameter.name][state] = parameter.box(info)
+            elif name in by_name:
+                self.states[name][state] = whole(info)
+            elif state:
+                raise CheckpointError(
+                    f"{key} belongs to no parameter of the model part of {checkpoint.folder}."
+                )
+        for name, found in self.states.items():
+            _require_fit(by_name[name], found)
+        self.groups = param_groups(self.common)
+        optimizers = list(_optimizers(self.common))
+        scalers = [state["grad_scaler"] for state in optimizers if "grad_scaler" in state]
+        self.grad_scaler: dict[str, Any] | None = scalers[0] if scalers else None
+        steps = map(_step_in_state, map(_inner, optimizers))
+        self.step_in_state = any(step is not None for step in steps)
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that the optimizer has made."""
+        steps = [int(group["step"]) for group in self.groups if "step" in group]
+        if not steps and any(ADAM_STATES[0] in states for states in self.states.values()):
+            raise CheckpointError(
+                "the checkpoint's common state does not say how many steps Adam has made (step of "
+                "a group, or common_step), which its bias correction needs."
+            )
+        return max(steps, default=0)
+
+    def momentum_convention(self, heavy_ball: float | None = None) -> Convention:
+        """That of ``momentum_buffer``; ``heavy_ball`` is β when the user says that it is a sum."""
+        return matrix_convention(self.optimizer, self.common, self.groups, heavy_ball)
+
+
+def has_buckets(checkpoint: Checkpoint) -> bool:
+    """True when the state is ``dp_reshardable``: flat buckets."""
+    return any(".gbuf_idx_" in key for key in checkpoint.tensors)
+
+
+def optimizer_of(checkpoint: Checkpoint) -> Optimizer:
+    """The optimizer that wrote the state, detected by its groups and keys."""
+    states = {known[0] for key in checkpoint.tensors if (known := split_state_key(key))}
+    if has_buckets(checkpoint):
+        return "adam"
+    groups = param_groups(checkpoint.common)
+    # The ``momentum_buffer`` of SGD is a sum of gradients, and of every parameter.
+    is_sgd = any("dampening" in group for group in groups)
+    if is_sgd or any(map(unknown_state, checkpoint.tensors)):
+        return "unknown"
+    if RIGHT_FACTOR in states:
+        return "orth_dion"
+    ours = {group[GROUP_KEY] for group in groups if group.get(GROUP_KEY)}
+    if MOMENTUM in states:
+        return "orth_dion" if ours == {"orth_dion"} else "dmuon" if ours else "muon"
+    return "adam" if states else "none"
+
+
+def param_groups(common: CommonState) -> tuple[dict[str, Any], ...]:
+    """The groups of all optimizers of a chain, in order; empty where none are in common state.
+
+    A step count that the state of an optimizer has for all of its groups is put into each.
+    """
+    found = []
+    for state in map(_inner, _optimizers(common)):
+        step = _step_in_state(state)
+        more = {} if step is None else {"step": int(step)}
+        found += [{**more, **group} for group in state.get("param_groups", ())]
+    return tuple(found)
+
+
+def _inner(state: dict[str, Any]) -> dict[str, Any]:
+    """The state dict of torch's optimizer: that of megatron-core, for fp32, is this itself."""
+    inner = state.get("optimizer")
+    return inner if isinstance(inner, dict) else state
+
+
+def _optimizers(common: CommonState) -> Iterator[dict[str, Any]]:
+    state = common.value.get("optimizer")
+    if isinstance(state, dict) and any(isinstance(key, int) for key in state):
+        yield from (state[key] for key in sorted(key for key in state if isinstance(key, int)))
+    elif isinstance(state, list):
+        yield from state
+    elif isinstance(state, dict):
+        yield state
+
+
+def _step_in_state(state: dict[str, Any]) -> Any:
+    kept = state.get("state")
+    return kept.get("common_step") if isinstance(kept, dict) else None
+
+
+def _require_known(checkpoint: Checkpoint, kind: Optimizer, *, may_lack: bool) -> None:
+    """Refuse state that cannot be read, is of an unknown optimizer, or is not there."""
+    folder = checkpoint.folder
+    if has_buckets(checkpoint):
+        raise CheckpointError(f"{folder} {BUCKETS}: {RESHARD}.")
+    unknown = next(filter(unknown_state, checkpoint.tensors), None)
+    if unknown is not None:
+        raise CheckpointError(
+            f"{folder} holds {unknown}, state of an optimizer that is not known. {_KNOWN}."
+        )
+    if kind == "unknown":
+        raise CheckpointError(f"{folder} was saved by SGD. {_KNOWN}.")
+    if kind == "none" and not may_lack:
+        raise CheckpointError(
+            f"{folder} holds no optimizer state to convert (it was saved with --no-save-optim, or "
+            "of another optimizer)."
+        )
+
+
+def _require_fit(parameter: StoredParameter, states: Mapping[str, Box]) -> None:
+    """Refuse half of Adam's state, and state of another shape or of integers."""
+    name, shape = parameter.name, parameter.facts.shape
+    there = [state for state in ADAM_STATES if state in states]
+    if len(there) == 1:
+        (missing,) = set(ADAM_STATES) - set(there)
+        raise CheckpointError(
+            f"the checkpoint has {there[0]} of {name} without {missing}, as Lion keeps it; the "
+            "state of that optimizer is not known."
+        )
+    for box in states.values():
+        info = box.info
+        fits = len(box.offset) == len(info.shape) and all(
+            start + size <= whole
+            for start, size, whole in zip(box.offset, box.shape, info.shape, strict=True)
+        )
+        if not fits or box.shape[len(box.shape) - len(shape) :] != shape:
+            raise CheckpointError(
+                f"{info.key} has shape {info.shape}, which is not that of the parameter {name}."
+            )
+        if not info.dtype.is_floating_point:
+            raise CheckpointError(
+                f"{info.key} has element type {info.dtype}, which is no floating-point type."
+            )
