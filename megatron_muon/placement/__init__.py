@@ -8,6 +8,7 @@ from megatron_muon.placement.cost_table import (
     write_cost_table,
 )
 from megatron_muon.placement.factor_shape import FactorShape
+from megatron_muon.placement.method import AtHome, Method
 from megatron_muon.placement.part_costs import (
     FLOPS_PER_BYTE,
     FLOPS_PER_NETWORK_BYTE,
@@ -16,7 +17,7 @@ from megatron_muon.placement.part_costs import (
     Splitting,
 )
 from megatron_muon.placement.plan import CostFunction, Plan, RankLoad
-from megatron_muon.placement.planning import AtHome, Method, make_plan
+from megatron_muon.placement.planning import make_plan
 from megatron_muon.placement.regions import (
     ExchangeGroup,
     Piece,

@@ -45,12 +45,7 @@ def variant(tp: int, dp: int, *, demanding: bool) -> Run:
         for tp, dp in LAYOUTS
     ],
 )
-def test_every_update_equals_the_reference(
-    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, tp: int, dp: int, demanding: bool
-) -> None:
-    if demanding:
-        # Eight ranks hold too little each for a bound on memory to cut it.
-        monkeypatch.setattr("megatron_muon.placement.planning.MIN_WAVE_ELEMENTS", 1)
+def test_every_update_equals_the_reference(ranks: Ranks, tp: int, dp: int, demanding: bool) -> None:
     run = variant(tp, dp, demanding=demanding)
     results = ranks(run.world_size, train, run)
     found = errors_against_reference(run, results[0], QUINTIC)

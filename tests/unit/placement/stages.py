@@ -30,9 +30,9 @@ from megatron_muon.placement.memory import (
     step_peaks,
     wave_uses,
 )
-from megatron_muon.placement.planning import cut_by_owner
 from megatron_muon.placement.schedule import LaneOrder, step_schedule
 from megatron_muon.placement.schemes import SOURCE, UPDATE
+from megatron_muon.placement.waves import cut_by_owner
 from tests.distributed.prescribed import Whole, gate_up, shard, sharded_parameters, units
 
 UNBOUNDED = 1 << 50

@@ -11,12 +11,8 @@ import pytest
 from megatron_muon.placement import Plan, buffer_bytes_of, make_plan
 from megatron_muon.placement.buffer_bound import rounded_up, typed
 from megatron_muon.placement.memory import Phase, wave_uses
-from megatron_muon.placement.planning import (
-    MIN_WAVE_ELEMENTS,
-    TARGET_WAVES,
-    cut_by_owner,
-    initial_cap,
-)
+from megatron_muon.placement.method import MIN_WAVE_ELEMENTS, TARGET_WAVES
+from megatron_muon.placement.waves import cut_by_owner, initial_cap
 from tests.distributed.prescribed import Whole
 from tests.unit.placement.stages import (
     phases,
