@@ -9,12 +9,19 @@ from threading import Barrier, get_ident
 from typing import Any
 
 import pytest
-from megatron.core.optimizer import OptimizerConfig
 
 from megatron_muon.config import MatrixConfig
 from megatron_muon.integration import builder
 
+pytestmark = pytest.mark.usefixtures("megatron")
+
 PATIENCE_S = 30
+
+
+def _of_megatron(lr: float) -> Any:
+    from megatron.core.optimizer import OptimizerConfig
+
+    return OptimizerConfig(lr=lr)
 
 
 class _Ranks:
@@ -36,7 +43,7 @@ class _Ranks:
 
 
 def _compared(
-    monkeypatch: pytest.MonkeyPatch, *settings: tuple[MatrixConfig, OptimizerConfig]
+    monkeypatch: pytest.MonkeyPatch, *settings: tuple[MatrixConfig, Any]
 ) -> tuple[list[list[str]], list[list[Any]]]:
     """What every rank is told, and what all sent."""
     ranks = _Ranks(len(settings))
@@ -58,7 +65,7 @@ def _compared(
 def test_equal_settings_send_a_digest_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """18 MiB arrived on each of 16,384 ranks where every one sent all of its settings."""
     told, exchanged = _compared(
-        monkeypatch, *((MatrixConfig(), OptimizerConfig(lr=0.1)) for _ in range(3))
+        monkeypatch, *((MatrixConfig(), _of_megatron(0.1)) for _ in range(3))
     )
     assert told == [[], [], []]
     (digests,) = exchanged
@@ -67,8 +74,8 @@ def test_equal_settings_send_a_digest_only(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_difference_is_named_on_every_rank(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    settings = [(MatrixConfig(), OptimizerConfig(lr=0.1)) for _ in range(3)]
-    settings[rank] = (replace(MatrixConfig(), momentum=0.8), OptimizerConfig(lr=0.2))
+    settings = [(MatrixConfig(), _of_megatron(0.1)) for _ in range(3)]
+    settings[rank] = (replace(MatrixConfig(), momentum=0.8), _of_megatron(0.2))
     told, exchanged = _compared(monkeypatch, *settings)
     assert len(exchanged) == 2
     assert told[0] == told[1] == told[2]
