@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -31,6 +32,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out slow cases but a fixed sample of each test; a test named by its id always runs."""
+    if "megatron.core" in sys.modules:
+        raise pytest.UsageError(
+            "a test module imports megatron at its top: use the fixture megatron"
+        )
     if config.getoption("all_cases") or any("::" in argument for argument in config.args):
         return
     cases = defaultdict(list)

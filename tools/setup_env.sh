@@ -159,7 +159,8 @@ if [ -n "$other_pins" ]; then
 fi
 
 say "installing megatron-muon itself, editable"
-"$venv/bin/python" -m pip install --quiet --no-deps --no-build-isolation --no-index --editable .
+"$venv/bin/python" -m pip install --quiet --no-deps --no-build-isolation --no-index \
+    --config-settings editable_mode=compat --editable .
 "$venv/bin/python" -m pip check >/dev/null || {
     say "the packages in $venv contradict each other:" >&2
     "$venv/bin/python" -m pip check >&2

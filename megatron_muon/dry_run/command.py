@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import json
 import os
@@ -34,9 +35,9 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         Exit code: 2 for what a real run would refuse; what the script gives where it fails.
     """
-    options = _parser().parse_args(argv)
+    options, unknown = _parser().parse_known_args(argv)
     try:
-        device = _checked(options)
+        device = _checked(options, unknown)
         require_megatron(training=True)
         _import_megatron(CAPABILITIES[options.gpu])
         results, elsewhere = _all_stages(options)
@@ -46,7 +47,8 @@ def main(argv: Sequence[str]) -> int:
     for result in results:
         if result.failure is not None:
             code, output = result.failure
-            print(f"{output.rstrip()}\nthe script ended before its optimizer", file=sys.stderr)
+            print(output.rstrip(), file=sys.stderr)
+            print("The script ended before it built its optimizer: see above.", file=sys.stderr)
             return code
     report = merge(results, options, device) | {"rules_of_other_experts": sorted(elsewhere)}
     print(render(report))
@@ -64,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--world-size", type=int, required=True, metavar="N", help="number of GPUs")
+    add("--world-size", type=int, metavar="N", help="number of GPUs")
     add("--ranks-per-node", type=int, default=8, metavar="N", help="linked by NVLink; default: 8")
     add(
         "--gpu",
@@ -79,7 +81,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _checked(options: argparse.Namespace) -> Device:
+def _checked(options: argparse.Namespace, unknown: Sequence[str]) -> Device:
+    """Rates of the device.
+
+    Raises:
+        ValueError: What is wrong with our flags, all of it.
+    """
+    if unknown:
+        raise ValueError("\n".join(_unknown(word) for word in unknown))
+    if options.world_size is None:
+        raise ValueError("--world-size is missing: type --world-size and the number of GPUs")
     problems = [
         f"--{name} is {value}: type a number of at least 1"
         for name, value in (
@@ -106,6 +117,13 @@ def _checked(options: argparse.Namespace) -> Device:
     return device
 
 
+def _unknown(word: str) -> str:
+    ours = [flag for action in _parser()._actions for flag in action.option_strings]
+    near = difflib.get_close_matches(word.split("=")[0], ours, n=1)
+    advice = f"did you mean {near[0]}?" if near else "its flags come after the script"
+    return f"{word} is no flag of python -m megatron_muon.plan: {advice}"
+
+
 def _import_megatron(capability: tuple[int, int]) -> None:
     """Import what every stage needs before their processes are forked."""
     fake_cuda.install(capability=capability)
@@ -129,9 +147,13 @@ def _all_stages(options: argparse.Namespace) -> tuple[list[StageResult], frozens
         rank=0,
         capability=CAPABILITIES[options.gpu],
     )
+    _report_progress("stage 1: building the model, counting one step")
     (first,) = run_stages([job])
     jobs = [job, *(replace(job, rank=rank) for rank in first.pipeline[1:])]
-    results = [first, *run_stages(jobs[1:])]
+    results = [first]
+    for result in run_stages(jobs[1:]):
+        results.append(result)
+        _report_progress(f"{len(results)} of {len(jobs)} stages counted")
     here = unmatched = frozenset.intersection(*(result.unmatched for result in results))
     if unmatched:
         # Other ranks have other experts.
@@ -148,6 +170,10 @@ def _all_stages(options: argparse.Namespace) -> tuple[list[StageResult], frozens
         found = [p for result in refused if result.checks == earliest for p in result.problems]
         raise ConfigurationError(list(dict.fromkeys(found)))
     return results, here - unmatched
+
+
+def _report_progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def merge(

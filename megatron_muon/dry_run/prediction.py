@@ -59,7 +59,7 @@ def predict(stages: Sequence[Stage], device: Device, world_size: int) -> dict[st
 def _parts(group: Mapping[str, Any], device: Device) -> dict[str, float]:
     """Seconds of ours by what they are spent on, as if one after another."""
     return {
-        "elements": (
+        "elementwise": (
             group["held_elements"] * _MATRIX_TRAFFIC + group["adam_elements"] * _ADAM_TRAFFIC
         )
         / (1e9 * device.memory_gb_per_s),
@@ -83,7 +83,7 @@ def _seconds(name: str, group: Mapping[str, Any], device: Device) -> float:
         less, more = sorted((parts["products"], parts["exchange"]))
         # A wave is exchanged while another one is computed: of the shorter the first is in sight.
         waves: int = max(1, group["waves"])
-        return max(parts["elements"] + more + less / waves, parts["launches"])
+        return max(parts["elementwise"] + more + less / waves, parts["launches"])
     load = group["upstream"][name.removeprefix("muon_")]
     on_device: float = (
         load["elements"] * _MATRIX_TRAFFIC / (1e9 * device.memory_gb_per_s)

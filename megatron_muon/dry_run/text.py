@@ -69,7 +69,7 @@ def _group(stages: str, group: Mapping[str, Any]) -> Iterator[str]:
     )
     yield (
         f"  TFLOP       {group['flops_max'] / 1e12:.4g} at most, {group['flops_mean'] / 1e12:.4g} "
-        f"mean; load max/mean {group['balance']:.3f}, no placement is below "
+        f"mean; load max/mean {group['balance']:.3f}, lower bound "
         f"{group['balance_bound']:.3f}"
     )
     yield (
@@ -78,7 +78,7 @@ def _group(stages: str, group: Mapping[str, Any]) -> Iterator[str]:
         f"{group['sent_bytes_over_network'] / MIB:.1f} over the network; "
         f"{group['messages']} messages, {group['peers']} peers"
     )
-    yield f"  host        {group['launches']} kernel launches, {group['host_reads']} reads"
+    yield f"  host        {group['launches']} kernel launches, {group['host_reads']} host reads"
     kinds = {
         key: value
         for key, value in memory.items()
@@ -88,9 +88,9 @@ def _group(stages: str, group: Mapping[str, Any]) -> Iterator[str]:
         f"  memory      rank {memory['rank']}, GiB: "
         + ", ".join(
             f"{key.replace('_', ' ')} {value / GIB:.3f}"
-            for key, value in (kinds | {"step": memory["step"]}).items()
+            for key, value in (kinds | {"optimizer step": memory["step"]}).items()
         )
-        + f"; the step's is counted, the plan says {memory['step_planned'] / GIB:.3f}"
+        + f" (counted; planned {memory['step_planned'] / GIB:.3f})"
     )
     error = group["counted_against_plan"]
     if error["sent_bytes"]:
@@ -117,9 +117,10 @@ def _prediction(report: Mapping[str, Any]) -> Iterator[str]:
         if name.startswith("muon_"):
             most = max(padding(g) for stage in report["stages"] for g in stage["groups"])
             padded = f"; buffers and gather padded by up to {100 * most:.0f} %"
+        against = "" if name == "adamw" else f", training step {over[name]:+.2f} % over AdamW's"
         yield (
-            f"  {label:32} {time:9.2f} ms and gather {found['gather_ms'][name]:.2f} ms, step "
-            f"{over[name]:+.2f} % over AdamW's{padded}"
+            f"  {label:32} {time:9.2f} ms and gather {found['gather_ms'][name]:.2f} ms"
+            f"{against}{padded}"
         )
     if found["gather_is_overlapped"]:
         yield "  the gather of weights is hidden by the next forward (--overlap-param-gather)"

@@ -122,10 +122,14 @@ def test_our_flags_are_checked_together_before_anything_is_built(
     assert f"--json {none} is no file in a folder that exists" in said
     assert "script none.py does not exist" in said
     assert f"--cost-table {none} cannot be read" in said
-    with pytest.raises(SystemExit) as caught:
-        main(["--world-size", "8", "--gpus", "h100", "none.py"])
-    assert caught.value.code == 2
-    assert "unrecognized arguments: --gpus" in capsys.readouterr().err
+    assert main(["none.py"]) == 2
+    assert "type --world-size and the number of GPUs" in capsys.readouterr().err
+    assert main(["--world-siz", "8", "--shards", "2", "none.py"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "--world-siz is no flag of python -m megatron_muon.plan: did you mean --world-size" in said
+    )
+    assert "--shards is no flag" in said and "its flags come after the script" in said
 
 
 @pytest.mark.parametrize(

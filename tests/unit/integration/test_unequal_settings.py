@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from megatron_muon.config import MatrixConfig
-from megatron_muon.integration import builder
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -46,6 +45,8 @@ def _compared(
     monkeypatch: pytest.MonkeyPatch, *settings: tuple[MatrixConfig, Any]
 ) -> tuple[list[list[str]], list[list[Any]]]:
     """What every rank is told, and what all sent."""
+    from megatron_muon.integration import builder
+
     ranks = _Ranks(len(settings))
     of_thread: dict[int, int] = {}
 
