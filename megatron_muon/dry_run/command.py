@@ -120,7 +120,7 @@ def _checked(options: argparse.Namespace, unknown: Sequence[str]) -> Device:
 def _unknown(word: str) -> str:
     ours = [flag for action in _parser()._actions for flag in action.option_strings]
     near = difflib.get_close_matches(word.split("=")[0], ours, n=1)
-    advice = f"did you mean {near[0]}?" if near else "its flags come after the script"
+    advice = f"did you mean {near[0]}?" if near else "type flags of a script after the script"
     return f"{word} is no flag of python -m megatron_muon.plan: {advice}"
 
 
