@@ -192,8 +192,8 @@ class TestAWrongVariantFails:
 
         def forgets_the_last_wave(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            (lane, programs), split = self._lanes
-            self._lanes = ((lane, programs[:-1]), split)
+            main, split = self._order
+            self._order = [main._replace(messages=main.messages[:-1]), split]
 
         assert errors(ranks, setting, entries) < 1e-10
         monkeypatch.setattr(runner.Exchange, "__init__", forgets_the_last_wave)

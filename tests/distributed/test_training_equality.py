@@ -225,8 +225,8 @@ class TestAWrongVariantFails:
 
         def forgets_the_last_wave(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            (lane, programs), split = self._lanes
-            self._lanes = ((lane, programs[:-1]), split)
+            main, split = self._order
+            self._order = [main._replace(messages=main.messages[:-1]), split]
 
         run = dataclasses.replace(self.run, config=SEVERAL_WAVES[0])
         assert self.error(ranks, run) < 1e-5
