@@ -38,7 +38,9 @@ BUCKETS = (
 )
 RESHARD = (
     "load it with --optimizer adam at the layout that it was saved with, and save it with "
-    "--dist-ckpt-optim-fully-reshardable (one iteration is enough); then take that"
+    "--dist-ckpt-optim-fully-reshardable (one iteration is enough); then take that. With fp32 "
+    "weights megatron-core 0.19.2 cannot load it ('a view of a leaf Variable'): there train with "
+    "the flag from the start"
 )
 _KNOWN = "Known are Megatron's Adam, its muon, dmuon and Orth-Dion"
 
