@@ -166,7 +166,7 @@ def test_masters_and_momenta_are_the_same_in_another_run(
 def test_the_offline_tool_reads_what_fp8_runs_save(
     te_ranks: Ranks, tmp_path: Path, recipe: str
 ) -> None:
-    from megatron_muon.checkpoint.__main__ import main
+    from megatron_muon.offline.command import main
 
     run = fp8_run(recipe, dp=2)
     whole, _ = te_ranks(2, _saved, run, tmp_path)

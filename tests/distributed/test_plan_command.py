@@ -97,12 +97,13 @@ def test_refusals_are_those_of_a_real_run() -> None:
         script=("--optimizer", "dmuon", "--matrix-rule", "decoder.nothing.*:optimizer=adam")
     )
     assert done.returncode == 2
-    assert done.stderr == (
+    assert done.stderr.endswith(
         "megatron_muon: 1 configuration problem\n"
         "  - rule 'decoder.nothing.*' (--matrix-rule or --matrix-rules) matches no trainable "
         "parameter; names look like 'decoder.layers.0.self_attention.linear_proj.weight', correct "
         "the pattern or remove the rule\n"
     )
+    assert len(done.stderr.splitlines()) == 4, "two of progress, two of the refusal"
     assert done.stdout == ""
 
 

@@ -200,7 +200,7 @@ def test_rules_come_before_defaults(ranks: Ranks) -> None:
             MatrixConfig(exchange_buffer_mb=0.001),
             [
                 "--matrix-exchange-buffer-mb 0.001 is too small",
-                "type --matrix-exchange-buffer-mb 0.0175",
+                "type --matrix-exchange-buffer-mb 0.0142",
                 "linear_fc1",
             ],
         ),
@@ -228,9 +228,9 @@ def test_the_number_in_the_refusal_is_the_least_that_starts(ranks: Ranks) -> Non
         wrapped = tiny_gpt.wrap_ddp(tiny_gpt.build_gpt())
         make_optimizer(Run(config=MatrixConfig(exchange_buffer_mb=number)), [wrapped])
 
-    ranks(4, body, 0.0175, timeout=60)
+    ranks(4, body, 0.0142, timeout=60)
     with pytest.raises(RankFailed, match="is too small"):
-        ranks(4, body, 0.0174, timeout=60)
+        ranks(4, body, 0.0141, timeout=60)
 
 
 def test_wrong_megatron_settings_are_refused_together(ranks: Ranks) -> None:
