@@ -112,9 +112,9 @@ class _Entrant:
         result.exchange_mb = self.slowest(buffers) / 1e6
         if self.contender.is_muon:
             after = _whole(self.model, "data")
-            result.update_error = max(
-                _direction_error(after[n], before[n], expected[n]) for n in CHECKED
-            )
+            errors = [_direction_error(after[n], before[n], expected[n]) for n in CHECKED]
+            # Unlike ``max``, keeps NaN.
+            result.update_error = float(torch.tensor(errors).max())
 
 
 def matrix_updates(optimizer: Any) -> list[Any]:

@@ -244,6 +244,8 @@ class Setting:
     most_ranks: int = 1
     compute_dtype: torch.dtype | None = None
     ranks_per_node: int | None = None
+    spoil_copies: bool = False
+    """Gradients of what is a copy of another TP rank's elements are NaN."""
 
 
 def rates(setting: Setting, name: str) -> tuple[float, float]:
@@ -339,6 +341,8 @@ def run_rank(
             if owned_range is not None:
                 whole = gradient(by_name[parameter.name], step, setting.dtype)
                 owned_range.grad = mine(parameter.name, whole, parameter.ranges[dp_rank])
+                if setting.spoil_copies and parameter.tp_dim is None and tp_rank > 0:
+                    owned_range.grad.fill_(float("nan"))
         counter = FlopCounterMode(display=False)
         with counter if count_flops else nullcontext():
             rule.step(state, exchange, {})

@@ -14,6 +14,7 @@ from tests import tiny_gpt
 from tests.distributed.checkpointing import assert_holds, load, poison, save, whole_state
 from tests.distributed.training import Run, build, gather, scheduler
 from tests.tiny_models import Layout
+from tests.worst import worst_of
 
 Ranks = Callable[..., list[Any]]
 
@@ -101,7 +102,7 @@ def continues(rank: int, run: Run, folders: list[Path], kind: str) -> list[float
                 continue
             before = whole["fp32_param", name]
             update = weights[name] - before
-            worst = max(worst, float((tensor - weights[name]).norm() / update.norm()))
+            worst = worst_of(worst, (tensor - weights[name]).norm() / update.norm())
         errors.append(worst)
     return errors
 
@@ -136,7 +137,7 @@ def all_pairs(
             folders if nearest is None else [folders[number - n] for n in range(1, nearest + 1)]
         )
         for errors in ranks(run.world_size, continues, run, chosen, kind):
-            worst = max(worst, *errors)
+            worst = worst_of(worst, *errors)
     assert worst < BAR
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.distributed.training import Run, train
 from tests.tiny_models import Layout
+from tests.worst import worst_of
 
 Ranks = Callable[..., list[Any]]
 
@@ -45,9 +46,11 @@ def test_loss_curves_agree_as_closely_as_adamws(ranks: Ranks, model: str) -> Non
         base = curve(ranks, model, Layout(), optimizer)
         assert base[-1] < base[0]
         others = [curve(ranks, model, layout, optimizer) for layout in LAYOUTS[model]]
-        apart[optimizer] = max(
-            abs(found - expected)
-            for other in others
-            for found, expected in zip(other, base, strict=True)
+        apart[optimizer] = worst_of(
+            *(
+                abs(found - expected)
+                for other in others
+                for found, expected in zip(other, base, strict=True)
+            )
         )
     assert apart["dmuon"] <= 3.0 * apart["adam"]

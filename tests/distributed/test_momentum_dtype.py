@@ -23,6 +23,7 @@ from tests.distributed.checkpointing import (
 from tests.distributed.training import RATES, Run, build, gather, lr_of, rates_of
 from tests.reference.muon import QUINTIC, clip, orthogonalize
 from tests.tiny_models import MODELS, is_matrix
+from tests.worst import worst_of
 
 Ranks = Callable[..., list[Any]]
 
@@ -86,7 +87,7 @@ def test_momenta_are_rounded_to_nearest_and_updates_are_those_of_them(
                 update = orthogonalize(part, QUINTIC) * max(part.shape) ** 0.5
                 expected = -lr * update - lr * decay * master[rows]
                 got = after["fp32_param", name][rows].double() - master[rows]
-                worst = max(worst, float((got - expected).norm() / expected.norm()))
+                worst = worst_of(worst, (got - expected).norm() / expected.norm())
         before = after
     assert worst < 1e-5
 

@@ -24,6 +24,7 @@ from tests.distributed.prescribed import (
     units,
 )
 from tests.reference.muon import QUINTIC, ReferenceMuon
+from tests.worst import worst_of
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4), (1, 3), (2, 3)]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
@@ -66,7 +67,7 @@ def errors(ranks: Ranks, setting: Setting, entries: list[Whole], **options: Any)
         measure = expected[name] if is_still else expected[name] - still
         for copy in copies:
             difference = (copy.double() - expected[name]).norm() / measure.norm()
-            worst = max(worst, float(difference))
+            worst = worst_of(worst, difference)
     return worst
 
 
@@ -123,6 +124,20 @@ def test_a_rank_without_any_element(ranks: Ranks) -> None:
     entries = [Whole(name="layers.0.small.weight", shape=(3, 5), tp_dim=None)]
     (parameter,) = plan_of(setting, entries).parameters
     assert (0, 0) in parameter.ranges
+    assert errors(ranks, setting, entries) < 1e-10
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_only_one_copy_is_a_source(ranks: Ranks, nesterov: bool) -> None:
+    """Other copies of a replicated weight give nothing, also where their rank is the owner."""
+    setting = Setting(
+        tp=2, dp=2, dtype=torch.float64, steps=3, nesterov=nesterov, spoil_copies=True
+    )
+    entries = [
+        Whole(name=f"layers.{n}.linear_down.weight", shape=(7, 24), tp_dim=None) for n in range(6)
+    ]
+    owners = {scheme.owner for scheme in plan_of(setting, entries).schemes}
+    assert {owner % setting.tp for owner in owners} == {0, 1}
     assert errors(ranks, setting, entries) < 1e-10
 
 

@@ -22,6 +22,7 @@ from tests.te import loading
 from tests.te.weights import quantize_weights
 from tests.tiny_models import ALL_MODELS, SIZES, Layout, is_matrix
 from tests.whole_parameters import global_name, unwrapped
+from tests.worst import worst_of
 
 LR, MIN_LR, WEIGHT_DECAY = 2e-2, 2e-3, 0.1
 WARMUP = 4
@@ -381,9 +382,9 @@ def errors_against_reference(
     ):
         exact = {name: grad.double() for name, grad in gradients.items()}
         clipped, exact_norm = clip(exact, run.clip_grad)
-        worst["norm"] = max(worst["norm"], abs(norm / exact_norm - 1.0))
+        worst["norm"] = worst_of(worst["norm"], abs(norm / exact_norm - 1.0))
         exact_zeros = sum(int((grad == 0).sum()) for grad in gradients.values())
-        worst["zeros"] = max(worst["zeros"], abs(zeros - exact_zeros))
+        worst["zeros"] = worst_of(worst["zeros"], abs(zeros - exact_zeros))
         old = {name: tensor.double() for name, tensor in before.items()}
         matrices = {n: t for n, t in old.items() if n in parts}
         scalars = {n: t for n, t in old.items() if n not in matrices}
@@ -400,6 +401,6 @@ def errors_against_reference(
             # the rounding of fp32 weights: there the weight itself is the measure.
             still = not clipped[name].any()
             off = float((got - update).norm() / (old[name] if still else update).norm())
-            worst[kind] = max(worst[kind], off)
+            worst[kind] = worst_of(worst[kind], off)
         before = weights
     return StepErrors(**worst)
