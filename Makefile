@@ -16,15 +16,20 @@ demo: setup ## train a small GPT on real text on 4 CPU ranks with dmuon, then wi
 
 # One thread per rank: several ranks share the cores, and more threads only fight over them.
 test test-all test-fast: export OMP_NUM_THREADS := 1
+# Tests start many Python processes; each would compile the package anew without its cache.
+test test-all test-fast: export PYTHONDONTWRITEBYTECODE :=
+
+# Two tests at once keep the cores busy: much of a test is one process, and ranks wait for each other.
+PYTEST := $(PY) -m pytest -q --numprocesses 2 --dist worksteal
 
 test: lint ## lint, types, and the tests, slow cases by a fixed sample
-	$(PY) -m pytest -q
+	$(PYTEST)
 
 test-all: lint ## lint, types, and the tests with every case (about 45 minutes)
-	$(PY) -m pytest -q --all-cases
+	$(PYTEST) --all-cases
 
 test-fast: setup ## the tests that are not marked slow
-	$(PY) -m pytest -q -m "not slow"
+	$(PYTEST) -m "not slow"
 
 lint: setup ## ruff and mypy
 	$(PY) -m ruff check

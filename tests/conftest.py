@@ -24,6 +24,22 @@ SAMPLE = 4
 """Of the slow cases of a distributed test, one in so many runs without ``--all-cases``."""
 
 
+IMPORTED_LATE = (
+    "numpy.random",
+    "torch._dynamo",
+    "torch.utils.serialization.config",
+    "multiprocessing.managers",
+    "multiprocessing.pool",
+    "multiprocessing.shared_memory",
+    "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
+    "megatron.core.models.mimo.optimizer",
+    "megatron_muon.integration.builder",
+    "megatron_muon.integration.checkpoint_hook",
+    "megatron_muon.integration.hooks",
+)
+"""Modules that training imports when it needs them."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-cases", action="store_true", help="run every slow case, not a fixed sample of them"
@@ -43,10 +59,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("slow") and "distributed" in item.path.parts:
             cases[item.nodeid.split("[")[0]].append(item)
     left_out = set()
+    quick = {item.nodeid.split("[")[0] for item in items if not item.get_closest_marker("slow")}
     for name, of_test in cases.items():
-        # By the name: tests over the same layouts run different ones.
-        first = zlib.crc32(name.encode()) % min(SAMPLE, len(of_test))
-        left_out |= set(of_test) - set(of_test[first::SAMPLE])
+        # By the name: tests over the same layouts run different ones. Of a few beside quick ones
+        # it may be none.
+        count = SAMPLE if name in quick else min(SAMPLE, len(of_test))
+        left_out |= set(of_test) - set(of_test[zlib.crc32(name.encode()) % count :: SAMPLE])
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
@@ -61,10 +79,11 @@ def megatron() -> Any:
 
     cpu.enable()
     torch.set_num_threads(1)
-    # Numpy and torch import these on first use; here that is paid for once, not by every rank.
-    for name in ("numpy.random", "torch._dynamo"):
-        importlib.import_module(name)
     import megatron.training.training
+
+    # What is imported on first use; here that is paid for once, not by every rank.
+    for name in IMPORTED_LATE:
+        importlib.import_module(name)
 
     return megatron
 

@@ -151,14 +151,23 @@ both = pytest.mark.parametrize("config", [DMUON, ORTH_DION], ids=["dmuon", "orth
 # Orth-Dion has every kind of state that dmuon has, and right factors: all pairs are its.
 
 
-@pytest.mark.slow
-def test_every_dense_layout_continues_every_other(ranks: Ranks, tmp_path: Path) -> None:
-    all_pairs(ranks, tmp_path, DENSE, config=ORTH_DION)
+pairs = pytest.mark.parametrize(
+    "nearest", [1, pytest.param(None, marks=pytest.mark.slow)], ids=["one", "every"]
+)
 
 
-@pytest.mark.slow
-def test_every_layout_of_experts_continues_every_other(ranks: Ranks, tmp_path: Path) -> None:
-    all_pairs(ranks, tmp_path, EXPERTS, config=ORTH_DION, model="moe")
+@pairs
+def test_every_dense_layout_continues_others(
+    ranks: Ranks, tmp_path: Path, nearest: int | None
+) -> None:
+    all_pairs(ranks, tmp_path, DENSE, config=ORTH_DION, nearest=nearest)
+
+
+@pairs
+def test_every_layout_of_experts_continues_others(
+    ranks: Ranks, tmp_path: Path, nearest: int | None
+) -> None:
+    all_pairs(ranks, tmp_path, EXPERTS, config=ORTH_DION, nearest=nearest, model="moe")
 
 
 @pytest.mark.slow

@@ -30,7 +30,6 @@ from tests.tiny_gpt import train_step
 
 Ranks = Callable[..., list[Any]]
 Flags = tuple[str, ...]
-KILLS = 20
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -109,14 +108,16 @@ def pretrain_until_killed(rank: int, after: float, *args: Any) -> Any:
     return pretrain_with_hooks(rank, *args)
 
 
-@pytest.mark.slow
-def test_a_run_killed_while_saving_ends_as_one_that_was_not(ranks: Ranks, tmp_path: Path) -> None:
-    """Killed 20 times at random moments, it goes on every time from what was saved before."""
+@pytest.mark.parametrize("kills", [5, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_run_killed_while_saving_ends_as_one_that_was_not(
+    ranks: Ranks, tmp_path: Path, kills: int
+) -> None:
+    """Killed at random moments, it goes on every time from what was saved before."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     every = (*DMUON, "--save-interval", "1")
     moments = random.Random(0)
     unfinished = 0
-    for _ in range(KILLS):
+    for _ in range(kills):
         arguments = (moments.uniform(0.0, 0.5), killed, killed, 1, 1, 1000, every)
         with pytest.raises(RankFailed) as failed:
             ranks(2, pretrain_until_killed, *arguments, init_process_group=False, timeout=60)

@@ -19,7 +19,7 @@ from tests.reference.muon import QUINTIC
 
 Ranks = Callable[..., list[Any]]
 
-STEPS = 6
+STEPS = 4
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tests.worst import worst_of
 Ranks = Callable[..., list[Any]]
 
 STEPS = 50
+SHORT = 8
 LAYOUTS = {
     "gpt": [Layout(tp=2, dp=2), Layout(dp=4), Layout(pp=2, vpp=2, dp=2)],
     "moe": [Layout(dp=4, ep=2), Layout(tp=2, dp=2, ep=2, etp=1), Layout(pp=2, dp=2, ep=2)],
@@ -21,7 +22,7 @@ LAYOUTS = {
 }
 
 
-def curve(ranks: Ranks, model: str, layout: Layout, optimizer: str) -> list[float]:
+def curve(ranks: Ranks, model: str, layout: Layout, optimizer: str, steps: int) -> list[float]:
     sizes = {name: getattr(layout, name) for name in Layout.__dataclass_fields__}
     run = Run(
         **sizes,
@@ -29,7 +30,7 @@ def curve(ranks: Ranks, model: str, layout: Layout, optimizer: str) -> list[floa
         optimizer=optimizer,
         overlap=True,
         sequence_parallel=True,
-        steps=STEPS,
+        steps=steps,
         lr=5e-3,
         keep="losses",
         options=() if model == "gpt" else (("layers", 2),),
@@ -38,14 +39,14 @@ def curve(ranks: Ranks, model: str, layout: Layout, optimizer: str) -> list[floa
     return losses
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("steps", [SHORT, pytest.param(STEPS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", LAYOUTS)
-def test_loss_curves_agree_as_closely_as_adamws(ranks: Ranks, model: str) -> None:
+def test_loss_curves_agree_as_closely_as_adamws(ranks: Ranks, model: str, steps: int) -> None:
     apart = {}
     for optimizer in ("adam", "dmuon"):
-        base = curve(ranks, model, Layout(), optimizer)
+        base = curve(ranks, model, Layout(), optimizer, steps)
         assert base[-1] < base[0]
-        others = [curve(ranks, model, layout, optimizer) for layout in LAYOUTS[model]]
+        others = [curve(ranks, model, layout, optimizer, steps) for layout in LAYOUTS[model]]
         apart[optimizer] = worst_of(
             *(
                 abs(found - expected)

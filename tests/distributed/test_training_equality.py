@@ -38,16 +38,18 @@ def variant(tp: int, dp: int, *, demanding: bool) -> Run:
 
 @pytest.mark.parametrize("demanding", [False, True], ids=["plain-clipped", "overlap-sp-waves"])
 @pytest.mark.parametrize(
-    ("tp", "dp"),
+    ("tp", "dp", "steps"),
     [
-        pytest.param(
-            tp, dp, id=f"TP{tp}xDP{dp}", marks=[pytest.mark.slow] if tp * dp > 4 or tp == 4 else []
-        )
+        pytest.param(tp, dp, steps, id=f"TP{tp}xDP{dp}, {steps} steps", marks=marks)
         for tp, dp in LAYOUTS
+        for steps, marks in ((6, ()), (20, pytest.mark.slow))
+        if steps == 20 or tp * dp <= 4
     ],
 )
-def test_every_update_equals_the_reference(ranks: Ranks, tp: int, dp: int, demanding: bool) -> None:
-    run = variant(tp, dp, demanding=demanding)
+def test_every_update_equals_the_reference(
+    ranks: Ranks, tp: int, dp: int, steps: int, demanding: bool
+) -> None:
+    run = dataclasses.replace(variant(tp, dp, demanding=demanding), steps=steps)
     results = ranks(run.world_size, train, run)
     found = errors_against_reference(run, results[0], QUINTIC)
     assert found.matrix < 1e-5
@@ -129,14 +131,23 @@ def distance(results: list[dict[str, Any]], base: dict[str, Any]) -> float:
     return off / gone
 
 
-@pytest.mark.slow
-def test_layouts_differ_no_more_than_adamw_does(ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("steps", "layouts"),
+    [
+        (8, [(1, 1), (2, 1), (1, 2), (2, 2)]),
+        pytest.param(20, [s for s in LAYOUTS if s[0] * s[1] <= 4], marks=pytest.mark.slow),
+    ],
+    ids=["short", "long"],
+)
+def test_layouts_differ_no_more_than_adamw_does(
+    ranks: Ranks, steps: int, layouts: list[tuple[int, int]]
+) -> None:
     """Whole runs at several layouts end as close together as AdamW's, times three."""
     worst = {}
     for optimizer in ("adam", "dmuon"):
         runs = [
-            Run(tp=tp, dp=dp, optimizer=optimizer, overlap=True, keep="last")
-            for tp, dp in [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
+            Run(tp=tp, dp=dp, optimizer=optimizer, overlap=True, keep="last", steps=steps)
+            for tp, dp in layouts
         ]
         base, *others = (ranks(run.world_size, train, run) for run in runs)
         worst[optimizer] = worst_of(*(distance(other, base[0]) for other in others))
