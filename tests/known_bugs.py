@@ -87,11 +87,11 @@ REPORTS: dict[str, tuple[str, ...]] = {
     # ---- checkpoints
     "M#2625 M#5060 M#4705 resume with another learning rate or PP finds no group": (
         _RESUME + "test_resume_with_other_rates_and_rules",
-        _ANY + "test_every_dense_layout_continues_every_other",
+        _ANY + "test_every_dense_layout_continues_others",
     ),
     "M#3885 M#2255 a rank without parameters breaks save or load": (
         _BUGS + "test_steps_save_and_load_give_the_same_bits",
-        _ANY + "test_every_layout_of_experts_continues_every_other",
+        _ANY + "test_every_layout_of_experts_continues_others",
     ),
     "Megatron-Bridge#2307 Megatron-Bridge#2805 legacy format collides under CP": (
         _ANY + "test_every_model_continues_elsewhere",
@@ -102,7 +102,7 @@ REPORTS: dict[str, tuple[str, ...]] = {
         _CASES + "test_a_rule_on_one_layer_is_saved_and_loaded",
     ),
     "M#659 M#552 M#1490 M#1508 TP, PP or DP change fails": (
-        _ANY + "test_every_dense_layout_continues_every_other",
+        _ANY + "test_every_dense_layout_continues_others",
         "tests/distributed/test_pretrain.py::test_resume_at_another_layout",
     ),
     "M#6666 quantized weights drift at save and load": (
@@ -117,7 +117,7 @@ REPORTS: dict[str, tuple[str, ...]] = {
         _CASES + "test_a_rule_on_one_layer_that_comes_or_goes_is_told",
     ),
     "M#5898 odd DP sizes, padding at the end of a bucket": (
-        _ANY + "test_every_dense_layout_continues_every_other",
+        _ANY + "test_every_dense_layout_continues_others",
     ),
     "M#1820 M#1842 M#1359 precision-aware states scaled twice on resume": (
         UNTESTABLE + "precision-aware state is refused",
