@@ -50,6 +50,11 @@ def run_at(layout: Layout, **changes: Any) -> Run:
     return Run(**sizes, overlap=True, sequence_parallel=True, steps=20, **changes)
 
 
+def layers_of(layouts: tuple[Layout, ...]) -> int:
+    """As few as the stages of any of them need."""
+    return max(2, *(layout.pp * (layout.vpp or 1) for layout in layouts))
+
+
 def one_step(chunks: list[Any], optimizer: Any, schedule: Any, step: int, run: Run) -> Any:
     optimizer.zero_grad()
     micro_batches = tiny_gpt.batch(
@@ -126,6 +131,7 @@ def all_pairs(
         nearest: A layout continues so many saves before it only, around the end; None for all.
         **changes: Further settings of the runs.
     """
+    changes["options"] = (("layers", layers_of(layouts)),)
     folders = []
     for number, layout in enumerate(layouts):
         folders.append(folder / str(number))

@@ -33,7 +33,7 @@ def curve(ranks: Ranks, model: str, layout: Layout, optimizer: str, steps: int) 
         steps=steps,
         lr=5e-3,
         keep="losses",
-        options=() if model == "gpt" else (("layers", 2),),
+        options=(("layers", 4 if model == "gpt" else 2),),
     )
     losses: list[float] = ranks(run.world_size, train, run)[0]["losses"]
     return losses

@@ -62,7 +62,7 @@ def test_every_update_equals_the_reference(ranks: Ranks, number: int, case: Case
         rank_fraction=(0.25, 0.5)[number % 2],
         rank_compensation=number % 4 == 1,
     )
-    run = case.run(steps=6, config=config)
+    run = case.run(steps=4, config=config)
     results = ranks(run.world_size, train, run)
     found = errors_against_reference(run, merged(results, run), QUINTIC)
     assert found.matrix < TOLERANCE.get(case.model, OTHERWISE)
