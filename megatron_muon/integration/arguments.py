@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import difflib
+from typing import Any, NoReturn
 
 from megatron_muon.config import OPTIMIZERS, MatrixConfig
 from megatron_muon.flags import FLAGS, add_flag, read_settings
@@ -33,7 +34,26 @@ def add_matrix_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
             add_flag(orth_dions if flag.optimizers == ("orth_dion",) else ours, flag)
         elif isinstance(flag.values, tuple):
             _extend_choices(actions[flag.name], flag.values)
+    _suggest_flags(parser)
     return parser
+
+
+def _suggest_flags(parser: argparse.ArgumentParser) -> None:
+    """Name the nearest flag of the parser beside one that it does not have."""
+    fail = parser.error
+
+    def fail_with_suggestion(message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            flags = [option for action in parser._actions for option in action.option_strings]
+            for word in unknown.split():
+                typed = word.partition("=")[0]
+                near = difflib.get_close_matches(typed, flags, n=1)
+                if typed.startswith("--") and near:
+                    message += f"\n{typed} is no flag: did you mean {near[0]}?"
+        fail(message)
+
+    parser.error = fail_with_suggestion  # type: ignore[method-assign]
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:

@@ -499,6 +499,27 @@ def test_choices_of_orth_dion_are_refused_by_the_parser(
     assert f"--orth-dion-{flag}: invalid choice: 'unknown'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--muon-momentm 0.9", "--muon-momentm is no flag: did you mean --muon-momentum?"),
+        (
+            "--dmuon-split-rank=4",
+            "--dmuon-split-rank is no flag: did you mean --dmuon-split-ranks?",
+        ),
+        ("--unlike-any 3", "unrecognized arguments: --unlike-any 3\n"),
+    ],
+)
+def test_the_nearest_flag_is_named(
+    parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str], words: str, sentence: str
+) -> None:
+    with pytest.raises(SystemExit):
+        parser.parse_args(words.split())
+    told = capsys.readouterr().err
+    assert sentence in told
+    assert ("did you mean" in told) == ("did you mean" in sentence)
+
+
 def test_defaults_of_muons_flags_are_those_of_megatron(parse: Parse) -> None:
     args = parse(*ORTH_DION)
     muons = [flag for flag in FLAGS if flag.is_megatrons]
