@@ -15,12 +15,9 @@ from megatron_muon.checkpoint.check import checkpoint_problems, optimizer_of
 from megatron_muon.checkpoint.files import damages, read_index, unfinished
 from megatron_muon.checkpoint.names import MOMENTUM, RIGHT_FACTOR, split_state_key
 from megatron_muon.exchange import gather_objects, same_on_all_ranks
+from megatron_muon.integration.support import CheckpointMismatchError
 
 _OURS = (MOMENTUM, RIGHT_FACTOR)
-
-
-class CheckpointMismatchError(ValueError):
-    """The checkpoint does not hold what this run's optimizer asks for; on every rank alike."""
 
 
 def with_check(load: Callable[..., Any]) -> Callable[..., Any]:

@@ -62,12 +62,13 @@ def main(argv: Sequence[str]) -> int:
         install()
     except MegatronVersionError as error:
         return _refuse(str(error))
-    from megatron_muon.integration.support import ConfigurationError
+    from megatron_muon.integration.support import CheckpointMismatchError, ConfigurationError
 
     sys.argv = arguments
     try:
         runpy.run_path(script, run_name="__main__")
-    except ConfigurationError as error:
+    except (ConfigurationError, CheckpointMismatchError) as error:
+        # Raised by every rank together: one sentence, no traceback of each.
         return _refuse(str(error))
     if on_cpu:
         cpu.leave()

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
-from megatron_muon.integration.checkpoint_hook import CheckpointMismatchError
+from megatron_muon.integration.support import CheckpointMismatchError
 
 RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
 """What the scheduler looks up in a group before it takes its own."""

@@ -26,6 +26,10 @@ PARAM_TYPES = (torch.nn.Parameter, FakeTensor)
 """Parameters that hold their own values; a fake one is that of a dry run."""
 
 
+class CheckpointMismatchError(ValueError):
+    """The checkpoint does not hold what this run's optimizer asks for; on every rank alike."""
+
+
 class ConfigurationError(ValueError):
     """Everything that is wrong with a configuration, together.
 

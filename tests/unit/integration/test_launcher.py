@@ -154,8 +154,26 @@ def test_the_script_runs_as_main_with_its_arguments(
     assert capsys.readouterr().out == "7 ['--help', '--optimizer', 'dmuon']\n"
 
 
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        (
+            "support import ConfigurationError as Refusal\nraise Refusal(['one', 'two'])",
+            "megatron_muon: 2 configuration problems\n  - one\n  - two\n",
+        ),
+        (
+            "support import CheckpointMismatchError as Refusal\nraise Refusal('one')",
+            "one\n",
+        ),
+    ],
+    ids=["settings", "checkpoint"],
+)
 def test_what_our_checks_refuse_is_a_sentence_and_not_a_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Captured,
+    raised: str,
+    told: str,
 ) -> None:
     from megatron_muon.integration import hooks, launcher
 
@@ -166,14 +184,9 @@ def test_what_our_checks_refuse_is_a_sentence_and_not_a_traceback(
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("RANK", "0")
     script = tmp_path / "script.py"
-    script.write_text(
-        "from megatron_muon.integration.support import ConfigurationError\n"
-        "raise ConfigurationError(['one', 'two'])\n"
-    )
+    script.write_text(f"from megatron_muon.integration.{raised}\n")
     assert main([str(script)]) == 2
-    assert capsys.readouterr().err == (
-        "megatron_muon: 2 configuration problems\n  - one\n  - two\n"
-    )
+    assert capsys.readouterr().err == told
 
 
 def test_without_a_gpu_the_cpu_flag_is_asked_for(
