@@ -20,7 +20,7 @@ test test-all test-fast: export OMP_NUM_THREADS := 1
 test test-all test-fast: export PYTHONDONTWRITEBYTECODE :=
 
 # Two tests at once keep the cores busy: much of a test is one process, and ranks wait for each other.
-PYTEST := $(PY) -m pytest -q --numprocesses 2 --dist worksteal
+PYTEST := $(PY) -m pytest -q --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 test: lint ## lint, types, and the tests, slow cases by a fixed sample
 	$(PYTEST)

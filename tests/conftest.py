@@ -20,7 +20,7 @@ os.environ["MKL_NUM_THREADS"] = "1"
 
 import pytest
 
-SAMPLE = 4
+SAMPLE = 6
 """Of the slow cases of a distributed test, one in so many runs without ``--all-cases``."""
 
 

@@ -70,7 +70,7 @@ MOE = {
 
 WIDE = {"layers": 2, "hidden": 128, "heads": 4, "query_groups": 2, "ffn": 192}
 
-SIZES = {"layers": 4, "hidden": 32, "heads": 8, "query_groups": 4, "ffn": 48}
+SIZES = {"layers": 2, "hidden": 32, "heads": 8, "query_groups": 4, "ffn": 48}
 """Of every model that does not say else."""
 
 

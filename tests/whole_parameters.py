@@ -28,10 +28,28 @@ def gather_full(
     """
     local = _reduced_gradients(model) if value == "main_grad" else _parameters(model)
     bare = unwrapped(model)
-    return {
-        global_name(bare, name): assemble(bare, name, param, local[param])
-        for name, param in bare.named_parameters()
-    }
+    named = list(bare.named_parameters())
+    parts = _of_all_tensor_ranks({param: local[param] for _, param in named})
+    return {global_name(bare, name): _joined(bare, name, p, parts[p]) for name, p in named}
+
+
+def _of_all_tensor_ranks(
+    local: dict[torch.nn.Parameter, torch.Tensor],
+) -> dict[torch.nn.Parameter, list[torch.Tensor]]:
+    """The part of every tensor-parallel rank (of what is not cut: this rank's), in one message."""
+    found = {param: [value] for param, value in local.items() if _cut_dim(param) is None}
+    groups: dict[Any, list[torch.nn.Parameter]] = {}
+    for param in local:
+        if param not in found:
+            groups.setdefault((_tensor_group(param), local[param].dtype), []).append(param)
+    for (group, _), params in groups.items():
+        mine = torch.cat([local[param].flatten() for param in params])
+        everyone = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(everyone, mine, group=group)
+        pieces = [theirs.split([local[p].numel() for p in params]) for theirs in everyone]
+        for param, *theirs in zip(params, *pieces, strict=True):
+            found[param] = [piece.view(local[param].shape) for piece in theirs]
+    return found
 
 
 def global_name(model: Any, name: str) -> str:
@@ -105,12 +123,15 @@ def cut(model: Any, name: str, param: torch.nn.Parameter, whole: torch.Tensor) -
 
 def assemble(model: Any, name: str, param: torch.nn.Parameter, local: torch.Tensor) -> torch.Tensor:
     """The whole parameter from the parts of all tensor-parallel ranks: the inverse of ``cut``."""
+    return _joined(model, name, param, _of_all_tensor_ranks({param: local})[param])
+
+
+def _joined(
+    model: Any, name: str, param: torch.nn.Parameter, parts: list[torch.Tensor]
+) -> torch.Tensor:
     dim = _cut_dim(param)
     if dim is None:
-        return local.clone()
-    group = _tensor_group(param)
-    parts = [torch.empty_like(local) for _ in range(group.size())]
-    dist.all_gather(parts, local.contiguous(), group=group)
+        return parts[0].clone()
     if not _is_gated(model, name):
         return torch.cat(parts, dim)
     gates, ups = zip(*(part.chunk(2) for part in parts), strict=True)

@@ -41,12 +41,6 @@ class Case:
         """Shown by pytest and in the table."""
         return " ".join(filter(None, (self.model, str(self.layout), self.note)))
 
-    @property
-    def layers(self) -> int:
-        """As few as the stages need: collectives of every layer are what takes time."""
-        uneven = "num_layers_in_first_pipeline_stage" in dict(self.options)
-        return max(2, self.layout.pp * (self.layout.vpp or 1)) + uneven
-
     def run(self, **changes: Any) -> Run:
         """Several buckets, overlap, sequence parallel where TP cuts, several rates."""
         sizes = {name: getattr(self.layout, name) for name in Layout.__dataclass_fields__}
@@ -56,7 +50,7 @@ class Case:
             "overlap": True,
             "overlap_gather": self.overlap_gather,
             "sequence_parallel": True,
-            "options": (("layers", self.layers), *self.options),
+            "options": self.options,
             "config": MatrixConfig(min_dim=1, rules=RATES),
         }
         return Run(**(settings | changes))

@@ -232,7 +232,7 @@ class Setting:
     tp: int
     dp: int
     dtype: torch.dtype
-    steps: int = 20
+    steps: int = 10
     layers: int = 2
     bucket: int = 1500
     buffer_mb: float = 16.0

@@ -28,7 +28,7 @@ from tests.distributed.prescribed import (
 class DionSetting(Setting):
     """One layout and one Orth-Dion rule."""
 
-    steps: int = 30
+    steps: int = 12
     scale_mode: str = "shape_scaling"
     rank_fraction: float = 0.25
     rank_multiple_of: int = 1

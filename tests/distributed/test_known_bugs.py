@@ -24,7 +24,7 @@ ONE_MATRIX = MatrixConfig(
     min_dim=1,
     rules=(
         Rule(pattern="*", optimizer="adam"),
-        Rule(pattern="decoder.layers.2.*.linear_proj.weight", optimizer="matrix"),
+        Rule(pattern="decoder.layers.1.*.linear_proj.weight", optimizer="matrix"),
     ),
 )
 

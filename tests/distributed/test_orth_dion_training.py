@@ -143,7 +143,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(ranks: Ranks) -
                 before = _everything(chunk, optimizer)
                 if rank == 3:
                     parameter = dict(chunk.named_parameters())[
-                        "module.decoder.layers.1.self_attention.linear_qkv.weight"
+                        "module.decoder.layers.0.self_attention.linear_qkv.weight"
                     ]
                     parameter.main_grad[3, 5] = float("nan")
             succeeded = optimizer.step()[0]

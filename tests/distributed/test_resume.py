@@ -17,20 +17,28 @@ from tests.distributed.training import Run, build
 Ranks = Callable[..., list[Any]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("tp", "dp", "pp"), [(2, 2, 1), (1, 4, 1), (2, 1, 2)])
+@pytest.mark.parametrize(
+    ("tp", "dp", "pp", "half"),
+    [
+        (2, 2, 1, 3),
+        *(
+            pytest.param(*sizes, 10, marks=pytest.mark.slow)
+            for sizes in ((2, 2, 1), (1, 4, 1), (2, 1, 2))
+        ),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_resumed_run_is_bit_equal(
-    ranks: Ranks, tmp_path: Path, tp: int, dp: int, pp: int, dtype: torch.dtype
+    ranks: Ranks, tmp_path: Path, tp: int, dp: int, pp: int, half: int, dtype: torch.dtype
 ) -> None:
-    """20 steps without interruption, or 10, a torch_dist checkpoint, a new process, 10 more."""
+    """Without interruption, or one half, a torch_dist checkpoint, a new process, the other."""
     run = Run(tp=tp, dp=dp, pp=pp, dtype=dtype, overlap=pp == 1)
     world = run.world_size
-    straight = ranks(world, train_between, run, 0, 20, None, None)
-    ranks(world, train_between, run, 0, 10, None, tmp_path)
-    resumed = ranks(world, train_between, run, 10, 20, tmp_path, None)
+    straight = ranks(world, train_between, run, 0, 2 * half, None, None)
+    ranks(world, train_between, run, 0, half, None, tmp_path)
+    resumed = ranks(world, train_between, run, half, 2 * half, tmp_path, None)
     for rank, (expected, found) in enumerate(zip(straight, resumed, strict=True)):
-        assert expected["losses"][10:] == found["losses"]
+        assert expected["losses"][half:] == found["losses"]
         assert expected["weights"] == found["weights"], rank
         assert expected["state"] == found["state"], rank
         assert expected["groups"] == found["groups"], rank

@@ -85,6 +85,12 @@ class Run(Layout):
     loss_scale: float = 2.0**10
 
     @property
+    def layers(self) -> int:
+        """As few as the stages need: collectives of every layer are what takes time."""
+        uneven = "num_layers_in_first_pipeline_stage" in dict(self.options)
+        return max(SIZES["layers"], self.pp * (self.vpp or 1)) + uneven
+
+    @property
     def global_batch(self) -> int:
         """Sequences of a step."""
         return GLOBAL_BATCH if GLOBAL_BATCH % self.dp == 0 else 8 * self.dp
@@ -111,7 +117,7 @@ def build(run: Run) -> tuple[list[Any], Any, Any]:
     chunks = []
     for stage in range(run.vpp or 1):
         model = tiny_gpt.build_gpt(
-            **(SIZES | ALL_MODELS[run.model].options | dict(run.options)),
+            **(SIZES | {"layers": run.layers} | ALL_MODELS[run.model].options | dict(run.options)),
             params_dtype=run.dtype,
             sequence_parallel=run.sequence_parallel and run.tp > 1,
             vp_stage=stage if run.vpp else None,
