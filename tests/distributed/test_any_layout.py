@@ -157,23 +157,26 @@ both = pytest.mark.parametrize("config", [DMUON, ORTH_DION], ids=["dmuon", "orth
 # Orth-Dion has every kind of state that dmuon has, and right factors: all pairs are its.
 
 
-pairs = pytest.mark.parametrize(
-    "nearest", [1, pytest.param(None, marks=pytest.mark.slow)], ids=["one", "every"]
-)
+def some_or_all(layouts: tuple[Layout, ...]) -> Any:
+    """Every other layout continues the one before; or, slow, every layout continues every other."""
+    every = pytest.param(layouts, None, id="every", marks=pytest.mark.slow)
+    return pytest.mark.parametrize(
+        ("layouts", "nearest"), [pytest.param(layouts[1::2], 1, id="some"), every]
+    )
 
 
-@pairs
+@some_or_all(DENSE)
 def test_every_dense_layout_continues_others(
-    ranks: Ranks, tmp_path: Path, nearest: int | None
+    ranks: Ranks, tmp_path: Path, layouts: tuple[Layout, ...], nearest: int | None
 ) -> None:
-    all_pairs(ranks, tmp_path, DENSE, config=ORTH_DION, nearest=nearest)
+    all_pairs(ranks, tmp_path, layouts, config=ORTH_DION, nearest=nearest)
 
 
-@pairs
+@some_or_all(EXPERTS)
 def test_every_layout_of_experts_continues_others(
-    ranks: Ranks, tmp_path: Path, nearest: int | None
+    ranks: Ranks, tmp_path: Path, layouts: tuple[Layout, ...], nearest: int | None
 ) -> None:
-    all_pairs(ranks, tmp_path, EXPERTS, config=ORTH_DION, nearest=nearest, model="moe")
+    all_pairs(ranks, tmp_path, layouts, config=ORTH_DION, nearest=nearest, model="moe")
 
 
 @pytest.mark.slow
