@@ -28,8 +28,8 @@ test: lint ## lint, types, and the tests, slow cases by a fixed sample
 test-all: lint ## lint, types, and the tests with every case (about 45 minutes)
 	$(PYTEST) --all-cases
 
-test-fast: setup ## the tests that are not marked slow
-	$(PYTEST) -m "not slow"
+test-fast: setup ## the tests that are not marked slow, of those with several ranks one case each
+	$(PYTEST) -m "not slow" --one-case
 
 lint: setup ## ruff and mypy
 	$(PY) -m ruff check

@@ -44,30 +44,41 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all-cases", action="store_true", help="run every slow case, not a fixed sample of them"
     )
+    parser.addoption(
+        "--one-case", action="store_true", help="run one quick case of each distributed test"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out slow cases but a fixed sample of each test; a test named by its id always runs."""
+    """Leave out cases by a fixed sample of each test; a test named by its id always runs."""
     if "megatron.core" in sys.modules:
         raise pytest.UsageError(
             "a test module imports megatron at its top: use the fixture megatron"
         )
     if config.getoption("all_cases") or any("::" in argument for argument in config.args):
         return
-    cases = defaultdict(list)
+    quick, slow = defaultdict(list), defaultdict(list)
     for item in items:
-        if item.get_closest_marker("slow") and "distributed" in item.path.parts:
+        if "distributed" in item.path.parts:
+            cases = slow if item.get_closest_marker("slow") else quick
             cases[item.nodeid.split("[")[0]].append(item)
     left_out = set()
-    quick = {item.nodeid.split("[")[0] for item in items if not item.get_closest_marker("slow")}
-    for name, of_test in cases.items():
-        # By the name: tests over the same layouts run different ones. Of a few beside quick ones
-        # it may be none.
-        count = SAMPLE if name in quick else min(SAMPLE, len(of_test))
-        left_out |= set(of_test) - set(of_test[zlib.crc32(name.encode()) % count :: SAMPLE])
+    for name, cases in slow.items():
+        # Of a few slow cases beside quick ones this may be none.
+        count = SAMPLE if name in quick else min(SAMPLE, len(cases))
+        chosen = [] if config.getoption("one_case") else cases[_hash(name) % count :: SAMPLE]
+        left_out |= set(cases) - set(chosen)
+    if config.getoption("one_case"):
+        for name, cases in quick.items():
+            left_out |= set(cases) - {cases[_hash(name) % len(cases)]}
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]
+
+
+def _hash(name: str) -> int:
+    """By a test's name: tests over the same layouts run different ones."""
+    return zlib.crc32(name.encode())
 
 
 @pytest.fixture(scope="session")
