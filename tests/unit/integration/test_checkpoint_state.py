@@ -114,3 +114,25 @@ def test_frozen_parameters_and_buffers_are_left_alone(megatron: Any) -> None:
     frozen = torch.nn.Parameter(torch.zeros(ROWS, COLS), requires_grad=False)
     assert stored_parts([_factory(frozen, lambda t: [t.t()])]) == {}
     assert stored_parts({"step": SimpleNamespace(data=3)}) == {}
+
+
+@pytest.mark.parametrize("instance", [0, 1])
+def test_the_first_optimizer_instance_writes(megatron: Any, instance: int) -> None:
+    """Of state that several instances hold; whichever data-parallel rank holds a range of it."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
+
+    from megatron_muon.integration.checkpoint_state import (
+        sharded_range,
+        sharded_right_factors,
+        stored_parts,
+    )
+
+    weight = _plain()
+    entry = ShardedTensor.from_rank_offsets("fc1.weight", weight, replica_id=(0, 0, 3))
+    ranges = sharded_range(
+        "exp_avg", torch.zeros(7), 6, stored_parts({"w": entry})[weight], instance=instance
+    )
+    factors = sharded_right_factors({"fc1.weight": torch.zeros(COLS, 2)}, instance=instance)
+    written = [is_main_replica(t.replica_id) for t in (*ranges, *factors.values())]
+    assert len(written) > 2
+    assert set(written) == {instance == 0}
