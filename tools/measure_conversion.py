@@ -100,7 +100,7 @@ def make_checkpoint(root: Path, gigabytes: float, hidden: int = HIDDEN, ffn: int
     )
     output = Output(
         tensors=tuple(tensors),
-        blobs=(),
+        blobs={},
         common={
             "iteration": 100,
             "args": args,

@@ -1,5 +1,5 @@
 """The offline tool: inspect, convert, import, export and verify; no Megatron, no process group.
 
-A fault of a checkpoint, a file or a flag raises ``errors.CheckpointError``, whose text is the one
-sentence that the user sees.
+An invalid checkpoint, file or flag raises ``errors.CheckpointError``; its text is the sentence that
+the user sees.
 """

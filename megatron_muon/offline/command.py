@@ -2,8 +2,8 @@
 
     python -m megatron_muon.checkpoint {inspect,convert,import,export,verify} …
 
-Nothing in a checkpoint is ever run, sources are never changed, and what is written appears under
-its name when it is complete.
+No code in a checkpoint is executed, sources are never modified, and output appears under its final
+name only when it is complete.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ COMMANDS: dict[str, Any] = {
     "export": exporting,
     "verify": verification,
 }
-"""Name to the module that holds HELP, add_arguments and run."""
+"""Command name to the module that defines HELP, add_arguments and run."""
 
 TRACEBACK = "MEGATRON_MUON_TRACEBACK"
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
+def build_parser() -> argparse.ArgumentParser:
+    """Build the command line."""
+    command_line = argparse.ArgumentParser(
         prog="python -m megatron_muon.checkpoint",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = made.add_subparsers(dest="command", required=True)
+    commands = command_line.add_subparsers(dest="command", required=True)
     for name, module in COMMANDS.items():
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
-    return made
+    return command_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 0 when all is well, 1 on differences, 2 with a sentence on an error."""
-    options = parser().parse_args(arguments)
-    # What is ignored (nohup, a job in the background) stays so.
-    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, _end) for number in heard}
+    """Run one command and return its exit code: 0, 1 on differences, 2 on an error."""
+    options = build_parser().parse_args(arguments)
+    # Signals that are ignored (nohup, a background job) stay ignored.
+    handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, _interrupt) for number in handled}
     try:
         code: int = options.run(options)
         sys.stdout.flush()
@@ -66,19 +66,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CheckpointError as error:
         print(f"megatron_muon: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # who reads the output has had enough
+    except BrokenPipeError:  # the reader of the output closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        print("megatron_muon: interrupted; nothing was left half-written.", file=sys.stderr)
+        print("megatron_muon: interrupted; no partial output was left.", file=sys.stderr)
         return 130
-    except Exception as error:  # a file that nobody meant to exist can fail in any way
+    except Exception as error:  # a malformed file can fail in any way
         if os.environ.get(TRACEBACK):
             raise
         print(
-            f"megatron_muon: {options.command} cannot make sense of what it was given "
+            f"megatron_muon: {options.command} failed on an input that it does not support "
             f"({type(error).__name__}: {str(error).partition(chr(10))[0]}); type {TRACEBACK}=1 "
-            "before the command to see where.",
+            "before the command for the traceback.",
             file=sys.stderr,
         )
         return 2
@@ -87,8 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             signal.signal(number, handler)
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    """Unwind, so that what was begun is removed; once, for removing takes its time."""
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Unwind so that partial output is removed; further signals must not interrupt the removal."""
     for other in SIGNALS:
         signal.signal(other, signal.SIG_IGN)
     raise KeyboardInterrupt

@@ -1,9 +1,9 @@
 """The common state of a checkpoint, and ``run_config.yaml``, which Megatron-Bridge writes instead.
 
 Megatron-LM saves its arguments in the common state, Megatron-Bridge saves sections in a file:
-``model`` has the fields of ``TransformerConfig`` itself, or in a section ``transformer``;
-``optimizer`` and ``ddp`` those of ``OptimizerConfig`` and ``DistributedDataParallelConfig``. Most
-have the name of the argument.
+``model`` has the fields of ``TransformerConfig``, or a section ``transformer`` with them;
+``optimizer`` and ``ddp`` have those of ``OptimizerConfig`` and ``DistributedDataParallelConfig``.
+Most fields are named like the argument.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import yaml
 
-from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.errors import CheckpointError, first_line
 from megatron_muon.offline.safe_pickle import Loaded, require_known
 
 RUN_CONFIG_FILE = "run_config.yaml"
@@ -25,13 +25,13 @@ RUN_CONFIG_FILE = "run_config.yaml"
 
 @dataclass(frozen=True, kw_only=True)
 class CommonState:
-    """The state that all ranks share: arguments, iteration, parameter groups, scheduler.
+    """State common to all ranks: arguments, iteration, parameter groups, scheduler.
 
     Attributes:
-        in_file: True when it is the file ``common.pt`` (up to megatron-core 0.18), False when it is
-            an entry of the DCP checkpoint (since 0.19).
+        in_file: True for the file ``common.pt`` (up to megatron-core 0.18), False for an entry of
+            the DCP checkpoint (since 0.19).
         loaded: The state; its value is a dict.
-        run_config: Content of ``run_config.yaml``, None without one.
+        run_config: Content of ``run_config.yaml``, or None.
     """
 
     in_file: bool
@@ -40,29 +40,29 @@ class CommonState:
 
     @property
     def value(self) -> dict[str, Any]:
-        """The dict."""
+        """The state as a dict."""
         found: dict[str, Any] = self.loaded.value
         return found
 
-    def known(self, what: str) -> dict[str, Any]:
-        """The dict, to be written again."""
+    def rewritable(self, what: str) -> dict[str, Any]:
+        """Return a copy to modify and save; refuse one that names unknown packages."""
         require_known(self.loaded, what)
-        return self.value
+        return dict(self.value)
 
     def argument(self, name: str, default: Any = None) -> Any:
-        """One of the arguments of the run that saved, else what its ``run_config.yaml`` says."""
+        """Return a saved argument, else the value in ``run_config.yaml``, else the default."""
         found = getattr(self.value.get("args"), name, None)
         return (self.run_config or {}).get(name, default) if found is None else found
 
     def required(self, name: str, section: str) -> Any:
-        """The same, where nothing must be guessed; ``section`` of ``run_config.yaml`` has it."""
+        """Return an argument without a default; ``section`` of ``run_config.yaml`` may have it."""
         found = self.argument(name)
         if found is None:
-            raise CheckpointError(f"the checkpoint does not say {self.unsaid(name, section)}.")
+            raise CheckpointError(f"the checkpoint does not say {self.missing(name, section)}.")
         return found
 
-    def unsaid(self, name: str, section: str) -> str:
-        """A name that is not said, where it would be, and what to type."""
+    def missing(self, name: str, section: str) -> str:
+        """Return the end of an error on a missing argument: where it is expected, what to type."""
         where = f"there are neither saved arguments nor a {RUN_CONFIG_FILE}"
         if self.value.get("args") is not None:
             where = "it is not among the saved arguments"
@@ -84,33 +84,32 @@ _KINDS: Final = {
     ),
     "a number": ("lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
 }
-"""Types of the fields that are used; YAML takes 'no' and 1e-8 for text."""
+"""Types of the fields in use; YAML reads 1e-8 as text."""
 
 
 def add_run_config_flag(parser: argparse.ArgumentParser) -> None:
-    """The flag of every command that must know how the model is made."""
+    """Add the flag of every command that needs the model's configuration."""
     parser.add_argument(
         "--run-config",
         type=Path,
         metavar="FILE",
-        help=f"a {RUN_CONFIG_FILE} of Megatron-Bridge, or a few lines like one, for what the "
-        "checkpoint itself does not say; default: the one that is in it",
+        help=f"a {RUN_CONFIG_FILE} of Megatron-Bridge, or a few lines in its format, for settings "
+        "that the checkpoint does not contain; default: the one in the checkpoint",
     )
 
 
 def read_run_config(path: Path) -> dict[str, Any]:
-    """All plain values of the sections that are used, by name."""
+    """Return all plain values of the sections in use, by name."""
     try:
         content = yaml.safe_load(path.read_bytes())
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror or error}).") from error
+        raise CheckpointError(f"{path} cannot be read ({first_line(error)}).") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{path} cannot be read as YAML: {text}.") from error
+        raise CheckpointError(f"{path} cannot be read as YAML: {first_line(error)}.") from error
     model = content.get("model") if isinstance(content, Mapping) else None
     if not isinstance(model, Mapping):
-        raise CheckpointError(f"{path} is no {RUN_CONFIG_FILE}: it has no section 'model'.")
-    # What several sections say (bf16, …) is the same in all; the model's own word comes last.
+        raise CheckpointError(f"{path} is not a {RUN_CONFIG_FILE}: it has no section 'model'.")
+    # A field of several sections (bf16, …) has one value; the model's takes precedence.
     sections = (content.get("ddp"), content.get("optimizer"), model, model.get("transformer"))
     found = {
         str(name): value

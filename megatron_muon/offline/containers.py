@@ -1,8 +1,8 @@
-"""The weights and optimizers in a file of ``torch.save``, whatever containers hold them.
+"""Finds the weights and optimizers in a ``torch.save`` file, in any nesting of containers.
 
 Scripts nest weights and the state dicts of one or several optimizers in dicts and lists of their
-own making. Every tensor of a file must belong to one of them: state in a form that is not known
-must not pass for state that is absent.
+own. Every tensor of a file must belong to one of them, so that state in an unknown form is not
+mistaken for missing state.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Contents:
 
     Attributes:
         weights: The weights, by name.
-        where: The entry that holds them, empty without weights.
+        where: The entry of the weights, empty without weights.
         optimizers: The entry and the state dict of every optimizer, in the file's order.
-        unread: Entries that hold no tensor of either, such as ``epoch``.
+        unread: Entries without tensors of either, such as ``epoch``.
     """
 
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Contents:
 
 
 def _label(steps: _Steps) -> str:
-    """An entry as one would write it: ``optimizers[0]``, ``app.model``."""
+    """Return an entry in Python's notation: ``optimizers[0]``, ``app.model``."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps)
     return text.removeprefix(".") or "the file itself"
 
@@ -62,15 +62,15 @@ def find_contents(content: Any, path: Path) -> Contents:
 
 
 def _visit(value: Any, steps: _Steps, found: Contents, path: Path) -> bool:
-    """Add weights and optimizers to ``found``; True when it is one, or holds some."""
+    """Add weights and optimizers to ``found``; return True when there are any in ``value``."""
     if is_flat(value):
         found.optimizers.append((_label(steps), value))
         return True
     if _is_weights(value, is_file=not steps) and (not steps or steps[-1] in WEIGHTS):
         if found.where:
             raise CheckpointError(
-                f"{path} has weights as {found.where} and as {_label(steps)}: save it with those "
-                "alone that are to be imported."
+                f"{path} has weights as {found.where} and as {_label(steps)}: save only those to "
+                "be imported."
             )
         found.where = _label(steps)
         found.weights = {name: v for name, v in value.items() if _is_weight(name, v)}
@@ -79,8 +79,8 @@ def _visit(value: Any, steps: _Steps, found: Contents, path: Path) -> bool:
     is_tensor = isinstance(value, torch.Tensor) and value.dim()
     if is_tensor and (value.is_floating_point() or value.is_complex()):
         raise CheckpointError(
-            f"{path} has the tensor {_label(steps)}, which is part of no weights "
-            f"({', '.join(WEIGHTS)}) and of no optimizer's state dict ('state' and 'param_groups', "
+            f"{path} has the tensor {_label(steps)}, which belongs neither to weights "
+            f"({', '.join(WEIGHTS)}) nor to an optimizer's state dict ('state' and 'param_groups', "
             f"or flattened to '{FLAT_STATE}<name>.<field>'); save it without this entry."
         )
     is_optimizer = _is_state_dict(value)
@@ -104,7 +104,7 @@ def _children(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _is_state_dict(value: Any) -> bool:
-    """True when ``Optimizer.state_dict`` returns such a value."""
+    """Return True for a value of ``Optimizer.state_dict``."""
     return (
         isinstance(value, Mapping)
         and isinstance(value.get("state"), Mapping)
@@ -113,7 +113,7 @@ def _is_state_dict(value: Any) -> bool:
 
 
 def is_flat(value: Any) -> bool:
-    """True when it is such a state dict, flattened."""
+    """Return True for an optimizer's flattened state dict."""
     return (
         isinstance(value, Mapping)
         and all(isinstance(key, str) for key in value)
@@ -123,12 +123,12 @@ def is_flat(value: Any) -> bool:
 
 
 def _is_weight(name: Any, value: Any) -> bool:
-    """True when an entry of a model's state dict is a weight, not a layer's extra state."""
+    """Return True for a weight in a model's state dict, not a layer's extra state."""
     return isinstance(value, torch.Tensor) and not str(name).endswith("_extra_state")
 
 
 def _is_weights(value: Any, *, is_file: bool) -> bool:
-    """True when it looks like a model's state dict; a whole file must hold nothing but tensors."""
+    """Return True for a model's state dict; a whole file must consist of tensors only."""
     if not isinstance(value, Mapping):
         return False
     tensors = sum(isinstance(inner, torch.Tensor) for inner in value.values())

@@ -1,7 +1,7 @@
-"""``convert``: the optimizer state of one optimizer as that of another.
+"""``convert``: rewrites the state of one optimizer as that of another.
 
-Which parameter goes where is decided by the rules of training (``matrices.routing``). Weights are
-copied byte by byte, and so is every state that only changes its name.
+Parameters are routed by the rules of training (``matrices.routing``). Weights are copied byte by
+byte, and so is every state that only changes its name.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from megatron_muon.checkpoint.names import (
 )
 from megatron_muon.config import OPTIMIZERS
 from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.index import Place
 from megatron_muon.offline.momenta import Convention, adam_convention, conversion_factor
 from megatron_muon.offline.outputs import (
     Box,
-    OutBlob,
     OutChunk,
     Output,
     OutTensor,
@@ -47,18 +47,18 @@ from megatron_muon.offline.source_state import SourceState
 
 
 def plan_conversion(checkpoint: Checkpoint, settings: ConvertSettings) -> Output:
-    """The plan of a converted checkpoint; only the index and the common state are read."""
+    """Return the converted checkpoint as a plan; reads only the index and the common state."""
     return _Conversion(checkpoint, settings).output()
 
 
 _StatePlan = tuple[Box | Zeros, str]
-"""One state of one parameter: the source of its elements, and words on it."""
+"""One state of one parameter: the source of its elements, and its rule in words."""
 
 
 class _Conversion:
     def __init__(self, checkpoint: Checkpoint, settings: ConvertSettings) -> None:
         self.checkpoint, self.settings = checkpoint, settings
-        # Model tensors without state (position buffers, frozen weights) are parameters to nobody.
+        # Model tensors without state (position buffers, frozen weights) are not parameters.
         self.source = SourceState(checkpoint)
         self.model = self.source.model
         self.masters = self._masters()
@@ -79,10 +79,10 @@ class _Conversion:
         self.fresh_adam: list[str] = []
 
     def _masters(self) -> dict[str, Box]:
-        """Master weights by parameter name.
+        """Return the master weights by parameter name.
 
-        Without ``--use-distributed-optimizer`` megatron-core saves none of fp32 weights, which are
-        masters themselves.
+        Without ``--use-distributed-optimizer`` megatron-core saves no masters of fp32 weights; the
+        weights themselves are the masters.
         """
         found = {}
         for key, parameters in self.source.parameters.items():
@@ -94,22 +94,22 @@ class _Conversion:
                     info = self.model[key]
                     if info.dtype != torch.float32:
                         raise CheckpointError(
-                            f"this run saved no fp32 masters (there is none of {parameter.name}), "
-                            f"and its weights are {info.dtype}: save it with masters, for example "
-                            "of a run with --use-distributed-optimizer and "
+                            f"the checkpoint has no fp32 masters (none of {parameter.name}), and "
+                            f"its weights are {info.dtype}: save it with masters, for example from "
+                            "a run with --use-distributed-optimizer and "
                             "--dist-ckpt-optim-fully-reshardable."
                         )
                     found[parameter.name] = parameter.box(info)
         return found
 
     def _trained(self) -> Iterator[tuple[str, tuple[StoredParameter, ...]]]:
-        """Keys whose parameters have state, and these parameters."""
+        """Yield the keys of parameters with state, and these parameters."""
         for key, found in self.source.parameters.items():
             trained = tuple(p for p in found if p.name in self.masters)
             if trained and len(trained) != len(found):
                 missing = next(p.name for p in found if p.name not in self.masters)
                 raise CheckpointError(
-                    f"{missing} has no master weights, and other layers of {key} have some."
+                    f"{missing} has no master weights, while other layers of {key} have them."
                 )
             if trained:
                 yield key, trained
@@ -117,7 +117,7 @@ class _Conversion:
     # ---- tensors ------------------------------------------------------------------------------
 
     def output(self) -> Output:
-        """The plan of everything."""
+        """Return the plan of the whole checkpoint."""
         tensors: list[OutTensor] = []
         for key, found in self.trained.items():
             tensors += self._state_tensors(key, found)
@@ -146,14 +146,14 @@ class _Conversion:
             for state in next(iter(kinds)):
                 yield self._stacked(state, key, found, [plans[p.name][state] for p in found])
             return
-        # Layers with different states are stored one by one, under their own names.
+        # Layers with different states are stored separately, under their own names.
         for parameter in found:
             for state, (value, rule) in plans[parameter.name].items():
                 key = self._key(state, parameter.name, parameter)
                 yield in_one_chunk(key, parameter.facts.shape, torch.float32, rule, value)
 
     def _key(self, state: str, name: str, parameter: StoredParameter) -> str:
-        """Key of a state of one parameter or of several, under their name."""
+        """Return the key of a state of one parameter or of a stack of them."""
         if not self.has_masters:
             return name if state == MASTER else state_key(state, name)
         if self.settings.to == "muon":
@@ -170,7 +170,7 @@ class _Conversion:
         found: Sequence[StoredParameter],
         plans: Sequence[_StatePlan],
     ) -> OutTensor:
-        """One state of all layers and experts of a tensor of the model."""
+        """Return one state of all layers and experts of a model tensor."""
         name, model, dtype = self._key(state, key, found[0]), self.model[key], torch.float32
         rule = "; ".join(dict.fromkeys(rule for _, rule in plans))
         boxes = [value for value, _ in plans if isinstance(value, Box)]
@@ -201,7 +201,7 @@ class _Conversion:
         name = parameter.name
         master = self.masters[name]
         is_weight = master.info.key in self.model
-        words = "master from the weight, there is no other" if is_weight else "master, copied"
+        words = "master from the weight" if is_weight else "master, copied"
         if not self.has_masters:
             words = "weight, copied" if is_weight else "weight, from the master"
         plans: dict[str, _StatePlan] = {MASTER: (master, words)}
@@ -213,7 +213,7 @@ class _Conversion:
             for state in ADAM_STATES:
                 plans[state] = states[state], f"{state}, copied"
             return plans
-        # A first moment without its second one would make steps many times too large.
+        # A first moment with a zero second moment would make steps far too large.
         self.fresh_adam.append(name)
         for state in ADAM_STATES:
             plans[state] = self._zero(state, name)
@@ -249,15 +249,15 @@ class _Conversion:
 
     # ---- the rest -----------------------------------------------------------------------------
 
-    def _blobs(self) -> tuple[OutBlob, ...]:
-        return tuple(
-            OutBlob(key=key, content=place)
-            for key, place in self.checkpoint.blobs_to_pass_on().items()
+    def _blobs(self) -> dict[str, Place]:
+        return {
+            key: place
+            for key, place in self.checkpoint.blobs_to_copy().items()
             if ".gbuf_idx_" not in key and "optimizer.distributed." not in key
-        )
+        }
 
     def _common(self) -> dict[str, object]:
-        value = dict(self.source.common.known("the common state"))
+        value = self.source.common.rewritable("the common state")
         target = Target(
             optimizer=self.settings.to,
             source=self.source,
@@ -274,9 +274,8 @@ class _Conversion:
         return value
 
     def _upstream_momentum(self) -> float:
-        """β of megatron-core's muon, whose groups have it: that of the source, if it has one."""
-        is_muon = self.source.optimizer in ("muon", "dmuon") and self.settings.heavy_ball is None
-        if is_muon:
+        """Return β of megatron-core's muon, from the source's muon where it is one."""
+        if self.source.optimizer in ("muon", "dmuon") and self.settings.heavy_ball is None:
             return self.matrix_source.known
         return float(self.checkpoint.common.required("muon_momentum", "optimizer"))
 
@@ -285,24 +284,24 @@ class _Conversion:
         if self.has_masters and lacking:
             some = len(lacking) < len(self.masters)
             of = f" of {len(lacking)} parameters ({lacking[0]}, …)" if some else ""
-            yield f"this run saved no fp32 masters{of}: those of the result are its fp32 weights"
+            yield f"this run saved no fp32 masters{of}: its fp32 weights become the masters"
         if not self.has_masters:
-            yield "load it without --use-distributed-optimizer: megatron-core's muon is fp32 so"
+            yield "load it without --use-distributed-optimizer, as megatron-core's muon requires"
         if self.settings.to == "adam" and not self.checkpoint.common.argument(
             "use_distributed_optimizer", True
         ):
-            yield "load it with --use-distributed-optimizer, which the run that saved had not"
+            yield "load it with --use-distributed-optimizer, which the saving run did not have"
         if self.zeros:
             yield f"{len(self.zeros)} states start at zero:"
             yield from (f"  {entry}" for entry in self.zeros)
         if self.fresh_adam:
             yield (
-                f"Adam starts anew on {len(self.fresh_adam)} parameters, so its step count starts "
-                "at 0 (bias correction)."
+                f"Adam restarts on {len(self.fresh_adam)} parameters, so its step count starts at "
+                "0 (bias correction)."
             )
         routers = [name for name in self.fresh_adam if ".router." in name]
         if routers and self.settings.to in OPTIMIZERS:
             yield (
-                "routers were trained as matrices and go to Adam here: to keep their momentum, "
-                "type --matrix-rule '*.router.weight:optimizer=matrix' (in training, too)."
+                "routers were trained as matrices and are assigned to Adam here: to keep their "
+                "momentum, type --matrix-rule '*.router.weight:optimizer=matrix', also in training."
             )

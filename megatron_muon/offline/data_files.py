@@ -1,7 +1,7 @@
 """Writes the data files and the index of a distributed checkpoint, in several processes.
 
-torch's classes plan and index them: a ``SavePlan`` for each file, a ``SavePlanner`` that makes each
-tensor when it is asked for, a ``FileSystemWriter`` that names the files and writes ``.metadata``.
+torch's classes plan and index them: a ``SavePlan`` for each file, a ``SavePlanner`` that computes
+each tensor on request, a ``FileSystemWriter`` that names the files and writes ``.metadata``.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from torch.futures import Future
 
 from megatron_muon.offline.errors import CheckpointError
 from megatron_muon.offline.index import Place
-from megatron_muon.offline.outputs import Bytes, OutChunk, Output
+from megatron_muon.offline.outputs import OutChunk, Output, require_form
 from megatron_muon.offline.reading import COMMON_KEY, Checkpoint
 from megatron_muon.offline.safe_pickle import dump_torch
 from megatron_muon.offline.signals import SIGNALS, signals_held
 
 PIECE: Final = 1 << 20
-"""Bytes that are copied at once."""
+"""Bytes copied at a time."""
 
 FILE_BYTES: Final = 2 << 30
-"""Approximate size of a data file; every file is written by one process."""
+"""Approximate size of a data file; each is written by one process."""
 
 Progress = Callable[[int], None]
-"""Called with the number of bytes that are written since the last call."""
+"""Called with the number of bytes written since the last call."""
 
 
 def write_files(
@@ -50,18 +50,18 @@ def write_files(
     """Write everything but ``common.pt`` and ``metadata.json``.
 
     Args:
-        folder: Where the files go.
-        output: What is written.
-        source: The checkpoint that it is made from.
-        workers: Number of processes; 1 for this one alone.
-        progress: Called now and then.
+        folder: Target folder.
+        output: The planned checkpoint.
+        source: The checkpoint that it is derived from.
+        workers: Number of processes; 1 for this process only.
+        progress: Called periodically.
 
     Returns:
         SHA-256 of every data file, by name.
 
     Raises:
-        CheckpointError: The source is damaged, or a tensor is not what the output says.
-        OSError: A file cannot be written to its end.
+        CheckpointError: The source is damaged, or a tensor does not match the plan.
+        OSError: A file cannot be written completely.
         BrokenProcessPool: A process was killed.
     """
     planner, writer = Planner(output, source, progress), Writer(folder)
@@ -80,7 +80,7 @@ def write_files(
 def spread(
     items: Sequence[WriteItem], sizes: Mapping[dcp.MetadataIndex, int], count: int
 ) -> list[list[WriteItem]]:
-    """The items in so many parts of about equal size; torch's own takes a chunk for its tensor."""
+    """Split items into parts of about equal size; torch's own counts a chunk as its tensor."""
     parts: list[list[WriteItem]] = [[] for _ in range(count)]
     filled = [0] * count
     for item in sorted(items, key=lambda item: -sizes[item.index]):
@@ -91,12 +91,12 @@ def spread(
 
 
 class Planner(DefaultSavePlanner):
-    """Makes each tensor of an output when the writer asks for it.
+    """Computes each tensor of an output when the writer requests it.
 
     Attributes:
-        items: Everything that is written: chunks of tensors, and entries that are no tensors.
-        sizes: Bytes of every item, without what ``torch.save`` puts around a tensor.
-        source: The checkpoint that the output is made from.
+        items: Everything to write: chunks of tensors, and non-tensor entries.
+        sizes: Bytes of every item, without the overhead of ``torch.save``.
+        source: The checkpoint that the output is derived from.
         progress: Called for every item.
     """
 
@@ -106,6 +106,7 @@ class Planner(DefaultSavePlanner):
         self.items: list[WriteItem] = []
         self.sizes: dict[dcp.MetadataIndex, int] = {}
         self._contents: dict[dcp.MetadataIndex, tuple[OutChunk, torch.dtype] | bytes | Place] = {}
+        blobs = dict(output.blobs)
         for tensor in output.tensors:
             properties = dcp.TensorProperties(dtype=tensor.dtype)
             for chunk in tensor.chunks:
@@ -115,11 +116,9 @@ class Planner(DefaultSavePlanner):
                 self.items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
                 self.sizes[index] = math.prod(chunk.shape) * tensor.dtype.itemsize
                 value = chunk.value
-                made = (chunk, tensor.dtype)
-                self._contents[index] = value.place if isinstance(value, Bytes) else made
-        blobs = {blob.key: blob.content for blob in output.blobs}
+                self._contents[index] = value if isinstance(value, Place) else (chunk, tensor.dtype)
         if not output.common_in_file:
-            blobs[COMMON_KEY] = dump_torch([output.common])  # a sharded object stands in a list
+            blobs[COMMON_KEY] = dump_torch([output.common])  # a sharded object is in a list
         for key, content in blobs.items():
             index = dcp.MetadataIndex(key)
             self.items.append(WriteItem(index, WriteItemType.BYTE_IO))
@@ -127,37 +126,35 @@ class Planner(DefaultSavePlanner):
             self._contents[index] = content
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """A tensor, bytes, or the place of bytes in the source."""
+        """Return a tensor, bytes, or the place of bytes in the source."""
         content = self._contents[write_item.index]
         if not isinstance(content, tuple):
             return content
         chunk, dtype = content
+        assert not isinstance(chunk.value, Place)
         values = chunk.value.tensor(self.source, chunk.shape, dtype)
-        if tuple(values.shape) != chunk.shape or values.dtype != dtype:
-            raise CheckpointError(
-                f"{write_item.index.fqn} came out as {values.dtype} {tuple(values.shape)}, and is "
-                f"to be {dtype} {chunk.shape}."
-            )
+        require_form(values, chunk.shape, dtype, str(write_item.index.fqn))
         if values.untyped_storage().nbytes() != values.nbytes:
             values = values.clone()  # torch.save would write the whole storage of a view
         return values.contiguous()
 
 
 class _Files(FileSystem):
-    """torch's files; the index gets its name in one step, whatever has that name."""
+    """torch's file system; the index replaces an existing one atomically."""
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Give a file another name."""
+        """Rename a file."""
         os.replace(path, new_path)
 
 
 class Writer(FileSystemWriter):
-    """torch's writer, with one item in memory at a time and every file hashed as it is written.
+    """torch's writer, with one item in memory at a time and every file hashed while written.
 
-    torch's own keeps the last chunk of every tensor of a file, and copies no bytes of a checkpoint.
+    torch's own holds the last chunk of every tensor of a file, and cannot copy bytes of a
+    checkpoint.
 
     Attributes:
-        digests: SHA-256 of every file that was written, by name.
+        digests: SHA-256 of every file written, by name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -183,16 +180,16 @@ class Writer(FileSystemWriter):
         return future
 
     def storage_meta(self) -> dcp.StorageMeta:
-        """Without the folder, which is renamed when it is complete."""
+        """Return no folder, since it is renamed when complete."""
         return dcp.StorageMeta()
 
 
 class _HashingFile:
-    """A file that is hashed as it is written.
+    """A file that is hashed while written.
 
     Attributes:
         position: Bytes written.
-        failure: Exception that ended a write; torch's zip writer raises another in its place.
+        failure: Exception of a failed write; torch's zip writer raises a different one.
     """
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -205,7 +202,7 @@ class _HashingFile:
         view = memoryview(data).cast("B")
         left = view
         try:
-            # Linux writes 2 GiB at most at a time, and less where a disk is nearly full.
+            # Linux writes at most 2 GiB at a time, and less when a disk is nearly full.
             while left:
                 left = left[self._stream.write(left) :]
         except BaseException as failure:
@@ -227,7 +224,7 @@ def _write(
     file: _HashingFile, data: torch.Tensor | bytes | Place, source: Checkpoint | None
 ) -> None:
     if isinstance(data, Place):
-        assert source is not None, "bytes are those of a source"
+        assert source is not None, "bytes are copied from a source"
         _copy_bytes(file, data, source.folder)
     elif isinstance(data, bytes):
         file.write(data)
@@ -241,7 +238,7 @@ def _write(
 
 
 def _copy_bytes(file: _HashingFile, place: Place, folder: Path) -> None:
-    # One buffer for all pieces: fresh memory for each would cost more than the copy.
+    # One buffer for all pieces: allocating each would cost more than the copy.
     buffer = memoryview(bytearray(min(PIECE, place.length)))
     with (folder / place.file).open("rb", buffering=0) as stream:
         stream.seek(place.start)
@@ -249,7 +246,7 @@ def _copy_bytes(file: _HashingFile, place: Place, folder: Path) -> None:
         while left:
             count = stream.readinto(buffer[: min(left, PIECE)])
             if not count:
-                raise CheckpointError(f"{place.file} of {folder} ends too early.")
+                raise CheckpointError(f"{place.file} of {folder} is truncated.")
             file.write(buffer[:count])
             left -= count
 
@@ -257,13 +254,13 @@ def _copy_bytes(file: _HashingFile, place: Place, folder: Path) -> None:
 # ---- several processes ------------------------------------------------------------------------
 
 _written: Any = None
-"""In a worker process: the bytes that all of them have written."""
+"""In a worker process: bytes written by all of them."""
 
 _is_over: Any = None
-"""In a worker process: not 0 when it is to end; without a lock, which a killed one might hold."""
+"""In a worker process: nonzero to stop; without a lock, which a killed process might hold."""
 
 _job: Any = None
-"""In a worker process: writer, plans and planner, inherited and never pickled."""
+"""In a worker process: writer, plans and planner, inherited and not pickled."""
 
 
 def _start_worker(written: Any, is_over: Any, job: Any, parent: int) -> None:
@@ -271,7 +268,7 @@ def _start_worker(written: Any, is_over: Any, job: Any, parent: int) -> None:
     _written, _is_over, _job = written, is_over, job
     _job[-1].progress = _add_written
     torch.set_num_threads(1)
-    # The parent gets the first two as well, and ends this process.
+    # The parent receives the first two as well, and stops this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -280,7 +277,7 @@ def _start_worker(written: Any, is_over: Any, job: Any, parent: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent was killed, for whom it would wait for ever."""
+    """Exit when the parent was killed, instead of waiting for it forever."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
@@ -311,7 +308,7 @@ def _in_processes(
         initargs=(written, is_over, (writer, plans, planner), os.getpid()),
     ) as pool:
         try:
-            with signals_held():  # in the processes, until they have handlers of their own
+            with signals_held():  # in the processes, until they have their own handlers
                 waiting = {pool.submit(_work, number) for number in range(len(plans))}
             while waiting:
                 finished, waiting = wait(waiting, timeout=0.2, return_when=FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""``export``: a checkpoint as a file of ``torch.save``, keyed by the names of its weights."""
+"""``export``: writes a checkpoint as a ``torch.save`` file, keyed by weight names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from megatron_muon.offline.reading import Checkpoint
 from megatron_muon.offline.source_state import SourceState
 from megatron_muon.offline.torch_files import ToWrite, tensors_in, write_torch_file
 
-HELP = "write weights and optimizer state as a file of torch.save, keyed by name"
+HELP = "write weights and optimizer state as a torch.save file, keyed by name"
 
 _MUON: Final = {
     "cautious_wd": False,
@@ -38,7 +38,7 @@ _MUON: Final = {
     "adjust_lr": "spectral_norm",
 }
 _DION: Final = {"rank_multiple_of": 1, "oversample": 1.25}
-"""Settings of microsoft/dion's optimizers, at their defaults."""
+"""Default settings of microsoft/dion's optimizers."""
 
 _TORCH_MUON: Final = {
     "ns_coefficients": (3.4445, -4.775, 2.0315),
@@ -55,11 +55,11 @@ _TORCH_ADAMW: Final = {
     "fused": None,
     "decoupled_weight_decay": True,
 }
-"""Those of torch's."""
+"""Default settings of torch's optimizers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``export``."""
+    """Add the flags of ``export``."""
     parser.add_argument("source", help="folder of an iteration, or that a run saves into")
     parser.add_argument("target", type=Path, help="file to write")
     parser.add_argument("--step", type=int, help="iteration of the source; default: the last one")
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_name_flags(parser)
     add_run_config_flag(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace what is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     parser.add_argument(
         "--dry-run", action="store_true", help="write nothing, print every tensor and its source"
     )
@@ -99,11 +99,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Export:
-    """The content of a file, its tensors to be read when their turn comes.
+    """The content of a file, whose tensors are read when they are written.
 
     Attributes:
-        weights: By plain name.
-        states: By plain name, and by our names of states.
+        weights: Weights by plain name.
+        states: States by plain name and by our state name.
     """
 
     def __init__(self, checkpoint: Checkpoint, layout: str, names: Names, rows: int | None) -> None:
@@ -116,7 +116,7 @@ class _Export:
         for plain in plain_tensors(self.source.parameters, names, rows):
             states = self.source.states[plain.parameter.name]
             box = plain.parameter.box(self.source.model[plain.parameter.key])
-            if layout != "plain":  # which has a place for both
+            if layout != "plain":  # which stores both
                 box = states.get(MASTER, box)
             self.weights[plain.name] = self._to_write(plain, box, box.info.dtype)
             self.states[plain.name] = dict(self._states(plain, states))
@@ -128,11 +128,11 @@ class _Export:
             factor = conversion_factor(self.saved, self.momentum) if state == MOMENTUM else 1.0
             if factor is None:
                 raise CheckpointError(
-                    f"the momentum of {plain.name} cannot be told from what Orth-Dion kept with "
+                    f"the momentum of {plain.name} cannot be recovered from Orth-Dion's with "
                     "momentum 0; type --format plain."
                 )
             yield state, self._to_write(plain, replace(box, factor=factor), torch.float32)
-        # A right factor of a plain matrix; of a fused weight one for each part, named by it.
+        # One right factor of a plain matrix; of a fused weight one per part, with its name.
         for name, info in self.source.factors.items():
             is_own = name.partition("[")[0] == plain.parameter.name
             if is_own and (name == plain.matrix or not plain.part):
@@ -147,24 +147,24 @@ class _Export:
         return ToWrite(shape=plain.shape, dtype=dtype, make=read)
 
     def notes(self) -> Iterator[str]:
-        """Sentences for the user."""
-        saved, kept = self.saved, self.momentum
-        if kept != saved and any(MOMENTUM in states for states in self.states.values()):
+        """Yield sentences for the user."""
+        saved, target = self.saved, self.momentum
+        if target != saved and any(MOMENTUM in states for states in self.states.values()):
             yield (
-                f"momenta are kept as {kept.kind} of factor {kept.known:g} there, and were "
-                f"{saved.kind}: they are multiplied"
+                f"momenta are rescaled from the convention {saved.kind} to {target.kind} of factor "
+                f"{target.known:g}"
             )
         if self.layout != "plain":
             yield (
-                "learning rates, weight decay and the like of the groups are those of the saved "
-                "run; the optimizer's own settings are its defaults: look at them before you train"
+                "learning rate, weight decay, betas and eps of the groups are those of the saved "
+                "run; all other settings are the optimizer's defaults: check them before training"
             )
-            yield "weights are the fp32 masters, where the run has some"
+            yield "weights are the fp32 masters, where the run has them"
 
     # ---- layouts ------------------------------------------------------------------------------
 
     def content(self) -> dict[str, Any]:
-        """Content of the file."""
+        """Return the content of the file."""
         if self.layout == "torch-muon":
             return {"model": self.weights, **self._of_torch()}
         if self.layout == "dion":
@@ -183,17 +183,17 @@ class _Export:
         }
 
     def _with(self, state: str) -> list[str]:
-        """Names that have a state."""
+        """Return the names that have a state."""
         return [name for name, states in self.states.items() if state in states]
 
     def _of_torch(self) -> dict[str, Any]:
-        """State dicts of torch.optim.Muon and of torch.optim.AdamW, a group each."""
+        """Return state dicts of torch.optim.Muon and torch.optim.AdamW, one group each."""
         matrices, adam = self._with(MOMENTUM), self._with(ADAM_STATES[0])
         for name in matrices:
             shape = self.states[name][MOMENTUM].shape
             if len(shape) != 2:
                 raise CheckpointError(
-                    f"torch.optim.Muon takes matrices only, and {name} has shape {shape}; type "
+                    f"torch.optim.Muon supports matrices only, and {name} has shape {shape}; type "
                     "--format plain."
                 )
         numbers = _settings(self.source)
@@ -218,7 +218,7 @@ class _Export:
         }
 
     def _of_dion(self) -> dict[str, Any]:
-        """State dict of microsoft/dion's Muon or Dion, with its AdamW in a group of its own."""
+        """Return a state dict of microsoft/dion's Muon or Dion, with AdamW as a second group."""
         matrices, adam = self._with(MOMENTUM), self._with(ADAM_STATES[0])
         is_dion = self.momentum.kind == "dion"
         states: dict[str, dict[str, ToWrite]] = {}
@@ -226,8 +226,8 @@ class _Export:
             states[name] = {"momentum": self.states[name][MOMENTUM]}
             if is_dion and RIGHT_FACTOR not in self.states[name]:
                 raise CheckpointError(
-                    f"{name} has no right factor of its own, which Dion needs; type --names hf, "
-                    "where fused weights are taken apart."
+                    f"{name} has no single right factor, which Dion requires; type --names hf, "
+                    "which splits fused weights."
                 )
             if is_dion:
                 states[name]["Q"] = self.states[name][RIGHT_FACTOR]
@@ -235,7 +235,7 @@ class _Export:
             first, second = (self.states[name][state] for state in ADAM_STATES)
             states[name] = {"momentum": first, "variance": second}
         numbers = _settings(self.source)
-        # Every group has all of the optimizer's settings; loading replaces those it was built with.
+        # Every group has all settings of the optimizer, since loading replaces the constructor's.
         shared = {
             "step": self.source.steps,
             "lr": numbers["lr"],
@@ -254,7 +254,7 @@ class _Export:
 
 
 def _convention_of(layout: str, saved: Convention) -> Convention:
-    """The convention of a layout for momenta that were saved in another."""
+    """Return the convention of a layout for momenta of a saved convention."""
     if layout == "torch-muon":
         return replace(saved, kind="average")
     if layout == "dion" and saved.kind == "average":
@@ -263,7 +263,7 @@ def _convention_of(layout: str, saved: Convention) -> Convention:
 
 
 def _settings(source: SourceState) -> dict[str, Any]:
-    """Numbers of the saved run that groups outside Megatron have, too."""
+    """Return the settings of the saved run that groups outside Megatron also have."""
     adam: Mapping[str, Any] = next((g for g in source.groups if "betas" in g), {})
     required = partial(source.common.required, section="optimizer")
     betas = adam.get("betas") or (required("adam_beta1"), required("adam_beta2"))
@@ -285,7 +285,7 @@ def _state_dict(
     groups: Sequence[tuple[dict[str, Any], Sequence[str]]],
     states: Mapping[str, Mapping[str, ToWrite]],
 ) -> dict[str, Any]:
-    """As ``Optimizer.state_dict`` of an optimizer that was given named parameters."""
+    """Build the ``Optimizer.state_dict`` of an optimizer with named parameters."""
     numbers = {name: i for i, name in enumerate(n for _, names in groups for n in names)}
     return {
         "state": {numbers[name]: kept for name, kept in states.items()},

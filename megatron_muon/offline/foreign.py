@@ -1,15 +1,15 @@
-"""State outside Megatron: the content of a file of ``torch.save``.
+"""Reads weights and optimizer state from a ``torch.save`` file.
 
-``plain``: what ``export`` writes, ``{"model": {name: w}, "state": {name: {state: x}}, …}``.
-Weights and state dicts of optimizers in any containers (``containers``): a state dict is
-``{"state": {i or name: {…}}, "param_groups": […]}``, or the same flattened. The fields tell which
-optimizer's it is:
+The plain format of ``export`` is ``{"model": {name: w}, "state": {name: {state: x}}, …}``. Any
+other file holds weights and optimizers' state dicts in any containers (``containers``): a state
+dict is ``{"state": {i or name: {…}}, "param_groups": […]}``, or the same flattened. Its fields
+identify the optimizer:
 
 ``momentum_buffer``: torch.optim.Muon, an average (``buf.lerp_(grad, 1 - momentum)``); in a group
 with ``dampening``, torch.optim.SGD, a sum.
 ``momentum``: Muon of microsoft/dion, a sum, M ← μ M + G.
-``momentum`` and ``Q``: its Dion; Q is the right factor.
-``momentum`` and ``variance``: its AdamW, averages.
+``momentum`` and ``Q``: Dion of microsoft/dion; Q is the right factor.
+``momentum`` and ``variance``: AdamW of microsoft/dion, averages.
 ``exp_avg`` and ``exp_avg_sq``: torch.optim.AdamW, averages.
 """
 
@@ -43,15 +43,15 @@ _PLAIN_STATES: Final = (MASTER, MOMENTUM, *ADAM_STATES, RIGHT_FACTOR)
 
 @dataclass(kw_only=True)
 class Foreign:
-    """The content of a file, its tensors on disk until they are used.
+    """The content of a file, whose tensors stay on disk until used.
 
     Attributes:
         path: The file.
         weights: Weights by name.
-        states: States by name and by our name of the state.
+        states: States by name and by our state name.
         momenta: The convention of each momentum, by name.
-        steps: Numbers of steps that Adam has made, empty where the file does not say.
-        unread: Entries that are not used.
+        steps: Adam's step counts, empty where the file has none.
+        unread: Unused entries.
     """
 
     path: Path
@@ -63,19 +63,19 @@ class Foreign:
 
     @property
     def names(self) -> set[str]:
-        """All names of parameters."""
+        """All parameter names."""
         return self.weights.keys() | self.states.keys()
 
 
 def read_foreign(
     path: Path, *, names: Sequence[Sequence[str]] = (), heavy_ball: float | None = None
 ) -> Foreign:
-    """Find everything in a file; no tensor is read.
+    """Return the content of a file; no tensor is read.
 
     Args:
         path: The file.
-        names: For every optimizer that numbers its parameters, their names in that order.
-        heavy_ball: β when the user says that ``momentum_buffer`` is a sum.
+        names: For every optimizer that numbers its parameters, their names in order.
+        heavy_ball: β of a ``momentum_buffer`` that is a sum, by the user's flag.
     """
     content = read_torch_file(path)
     found = Foreign(path=path)
@@ -103,12 +103,12 @@ def read_foreign(
 
 
 def _has_numbers_alone(state: Mapping[str, Any], path: Path) -> bool:
-    """True when some parameters of a state dict have no names."""
+    """Return True when some parameters of a state dict have no names."""
     return any(_names_of(group, path) is None for group in state.get("param_groups", ()))
 
 
 def _names_of(group: Any, path: Path) -> Sequence[Any] | None:
-    """Names of a group's parameters, None where they have numbers alone."""
+    """Return the names of a group's parameters, None where they are only numbered."""
     keys = group.get("params") if isinstance(group, Mapping) else None
     if not isinstance(keys, list) or not all(isinstance(key, int | str) for key in keys):
         raise CheckpointError(f"{path} has a group of parameters that does not list them.")
@@ -127,17 +127,17 @@ def _require_names_for(numbered: Sequence[str], names: Sequence[Sequence[str]], 
     if len(numbered) == 1:
         raise CheckpointError(
             f"{path} numbers its parameters ({which}) and does not name them: name a file with "
-            "--param-names, one name to a line in the order in which the optimizer got them."
+            "--param-names, one name per line in the order in which the optimizer received them."
         )
     raise CheckpointError(
         f"{path} numbers the parameters of {len(numbered)} optimizers ({which}), each from 0, and "
-        "does not name them: name a file with --param-names for each, in this order, one name to a "
-        f"line in the order in which the optimizer got them; there are {len(names)}."
+        "does not name them: name a file with --param-names for each, in this order, one name per "
+        f"line in the order in which the optimizer received them; {len(names)} files are named."
     )
 
 
 def _require_dense(found: Foreign) -> None:
-    """Refuse entries that are no tensors, or tensors without elements in the file."""
+    """Refuse entries that are not dense tensors with elements in the file."""
     listed: list[tuple[Any, str, Any]] = [(name, str(name), w) for name, w in found.weights.items()]
     for name, states in found.states.items():
         listed += [(name, f"{state} of {name}", value) for state, value in states.items()]
@@ -148,12 +148,13 @@ def _require_dense(found: Foreign) -> None:
             kind = "a meta tensor" if value.is_meta else f"a {value.layout} or quantized tensor"
         if kind or not isinstance(name, str):
             raise CheckpointError(
-                f"{what} is {kind or 'no name'} in {found.path}, where a dense tensor belongs."
+                f"{what} is {kind or 'not a name'} in {found.path}, where a dense tensor is "
+                "required."
             )
 
 
 def read_names(path: Path) -> list[str]:
-    """Names of parameters, one to a line."""
+    """Read parameter names, one per line."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -172,8 +173,8 @@ def _read_plain(content: Mapping[str, Any], found: Foreign) -> None:
     strange = sorted(map(str, content.keys() - _PLAIN_ENTRIES))
     if strange:
         raise CheckpointError(
-            f"{found.path} says that export wrote it, and has the entry {strange[0]}, which export "
-            "does not write."
+            f"{found.path} has the format of export and the entry {strange[0]}, which export does "
+            "not write."
         )
     weights, states = content.get("model"), content.get("state")
     if not isinstance(weights, Mapping) or not isinstance(states, Mapping):
@@ -184,7 +185,7 @@ def _read_plain(content: Mapping[str, Any], found: Foreign) -> None:
         strange = [s for s in kept if not str(s).startswith(_PLAIN_STATES)]
         if strange:
             raise CheckpointError(
-                f"{found.path} has the state {strange[0]} of {name}, which is none of "
+                f"{found.path} has the state {strange[0]} of {name}; supported are "
                 f"{', '.join(_PLAIN_STATES)}."
             )
         found.states[name] = dict(kept)
@@ -195,12 +196,12 @@ def _read_plain(content: Mapping[str, Any], found: Foreign) -> None:
 
 def _plain_convention(about: Any, path: Path) -> Convention:
     if about is None:  # there should be no momenta
-        unsaid = f"{path} does not say how its momenta are kept (momentum: kind and factor)"
-        return Convention(kind="average", factor=None, unsaid=unsaid)
+        problem = f"{path} does not say how its momenta are defined (momentum: kind and factor)"
+        return Convention(kind="average", factor=None, problem=problem)
     kind: Any = about.get("kind") if isinstance(about, Mapping) else None
     if kind not in get_args(Kind):
         raise CheckpointError(
-            f"{path} says that its momentum is {about!r}; its kind is one of "
+            f"{path} has momentum {about!r}; its kind must be one of "
             f"{', '.join(get_args(Kind))}, with a factor."
         )
     return Convention(kind=kind, factor=factor_in_range(about.get("factor"), "the factor"))
@@ -210,12 +211,12 @@ def _step(value: Any, path: Path) -> int:
     value = _number(value)
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value < 1 << 53:
-        raise CheckpointError(f"{path} says step {value!r}, which is no number of steps.")
+        raise CheckpointError(f"{path} says step {value!r}, which is not a number of steps.")
     return int(value)
 
 
 def _number(value: Any) -> Any:
-    """The number in a tensor of one element; any other value as it is."""
+    """Return the number in a tensor of one element; any other value unchanged."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
@@ -236,7 +237,7 @@ def _entries(state: Mapping[str, Any], given: Sequence[str] | None, path: Path) 
 
 
 def _flat_entries(state: Mapping[str, Any]) -> Iterator[_Entry]:
-    """``state.<name>.<field>`` and ``param_groups.<name>.<option>``."""
+    """Parse ``state.<name>.<field>`` and ``param_groups.<name>.<option>``."""
     kept: dict[str, dict[str, Any]] = defaultdict(dict)
     groups: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in state.items():
@@ -250,7 +251,7 @@ def _flat_entries(state: Mapping[str, Any]) -> Iterator[_Entry]:
 def _named(
     groups: Sequence[Mapping[str, Any]], given: Sequence[str] | None, path: Path
 ) -> Iterator[tuple[int | str, tuple[str, Mapping[str, Any]]]]:
-    """(key in the state, (name, group)) of every parameter."""
+    """Yield (key in the state, (name, group)) of every parameter."""
     taken = 0
     for group in groups:
         names, keys = _names_of(group, path), group["params"]
@@ -281,7 +282,7 @@ def _put(
     group: Mapping[str, Any],
     heavy_ball: float | None,
 ) -> None:
-    """Add the state of one parameter; a field that is None holds nothing."""
+    """Add the state of one parameter; fields that are None are ignored."""
     fields = {entry: value for entry, value in values.items() if value is not None}
     if name in found.states:
         raise CheckpointError(f"{found.path} has state of {name} twice.")
@@ -294,7 +295,7 @@ def _put(
 
 
 def _our_names(name: str, kept: Mapping[str, Any]) -> dict[str, Any]:
-    """State of one parameter under our names."""
+    """Return the state of one parameter under our names."""
     first, second = ADAM_STATES
     layouts: tuple[dict[str, str], ...] = (
         {},
@@ -309,8 +310,8 @@ def _our_names(name: str, kept: Mapping[str, Any]) -> dict[str, Any]:
         if fields == layout.keys():
             return {ours: kept[theirs] for theirs, ours in layout.items()}
     raise CheckpointError(
-        f"the state of {name} has the fields {', '.join(sorted(map(str, fields)))}, which are "
-        "those of no optimizer that is known: torch.optim.Muon, SGD, AdamW, or Muon and Dion of "
+        f"the state of {name} has the fields {', '.join(sorted(map(str, fields)))}, which belong "
+        "to none of the supported optimizers: torch.optim.Muon, SGD, AdamW, or Muon and Dion of "
         "microsoft/dion."
     )
 
@@ -328,7 +329,7 @@ def _convention(
     if group.get("dampening"):
         raise CheckpointError(
             f"the group of {name} has dampening {group['dampening']!r}, so its momentum is neither "
-            "an average nor a sum of gradients; type --heavy-ball BETA to take it for a sum."
+            "an average nor a sum of gradients; type --heavy-ball BETA to treat it as a sum."
         )
     return Convention(kind="sum" if "dampening" in group else "average", factor=factor)
 

@@ -1,7 +1,7 @@
-"""``import``: weights and optimizer state of a ``torch.save`` file as a Megatron checkpoint.
+"""``import``: turns weights and optimizer state of a ``torch.save`` file into a checkpoint.
 
-What the file cannot say (arguments, parameter groups, the schedule, shapes with their padding) is
-taken from a checkpoint of the same model, of any iteration.
+What the file does not contain (arguments, parameter groups, the schedule, padded shapes) is taken
+from a checkpoint of the same model, of any iteration.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from megatron_muon.offline.foreign import Foreign, read_foreign, read_names
 from megatron_muon.offline.index import TensorInfo
 from megatron_muon.offline.momenta import conversion_factor
 from megatron_muon.offline.outputs import (
-    OutBlob,
     OutChunk,
     Output,
     OutTensor,
@@ -42,30 +41,30 @@ from megatron_muon.offline.plain_names import (
     Names,
     PlainTensor,
     add_name_flags,
+    explain_kept_prefix,
     plain_tensors,
-    prefix_of_some,
     vocabulary,
     without_wrappers,
 )
 from megatron_muon.offline.reading import Checkpoint
 from megatron_muon.offline.source_state import SourceState
 
-HELP = "turn a file of torch.save into a Megatron checkpoint"
+HELP = "turn a torch.save file into a Megatron checkpoint"
 
-_SHOWN = 10
-"""Most entries that are listed on one line."""
+_MAX_SHOWN = 10
+"""Maximum number of entries listed on one line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``import``."""
-    parser.add_argument("file", type=Path, help="a file of torch.save")
+    """Add the flags of ``import``."""
+    parser.add_argument("file", type=Path, help="a torch.save file")
     parser.add_argument("target", help="folder to --load from afterwards")
     parser.add_argument(
         "--like",
         required=True,
         metavar="CHECKPOINT",
-        help="a checkpoint of the same model and optimizer, of any iteration: arguments, groups "
-        "and shapes are its own",
+        help="a checkpoint of the same model and optimizer, of any iteration, which provides "
+        "arguments, groups and shapes",
     )
     parser.add_argument("--step", type=int, help="its iteration; default: the last one")
     parser.add_argument(
@@ -74,8 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="names of parameters, one to a line, for a state dict that numbers them; once for "
-        "each such optimizer of the file, in its order",
+        help="parameter names, one per line, for a state dict that numbers them; once for each "
+        "such optimizer of the file, in its order",
     )
     parser.add_argument(
         "--heavy-ball",
@@ -105,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Import:
-    """The plan of a checkpoint: the form of ``like``, the values of a file."""
+    """The plan of a checkpoint with the form of ``like`` and the values of a file."""
 
     def __init__(
         self,
@@ -128,7 +127,7 @@ class _Import:
         self._require_shapes(known)
         self.kept = self.source.momentum_convention()
         self.zeros: list[str] = []
-        self.left: list[str] = []
+        self.kept_from_like: list[str] = []
         self.taken: set[tuple[str, str]] = set()
         self.factors: set[float] = set()
         self.fresh_adam: set[str] = set()
@@ -141,11 +140,11 @@ class _Import:
         if strange:
             example = next((n for n in known if "proj" in n or "linear" in n), min(known))
             raise CheckpointError(
-                f"{path} has {and_more(strange)}, which {folder} has not; its names look like "
-                f"{example} (--names megatron or hf)"
-                f"{prefix_of_some(strange, self.foreign, known)}."
+                f"{path} has {and_more(strange)}, which {folder} does not have; its names look "
+                f"like {example} (--names megatron or hf)"
+                f"{explain_kept_prefix(strange, self.foreign, known)}."
             )
-        # Those without state as well: a router's correction bias is a weight of the model.
+        # Also those without state: a router's correction bias is a weight of the model.
         lacking = [name for name in known if name not in self.foreign.weights]
         if self.foreign.weights and lacking and not is_partial:
             raise CheckpointError(
@@ -168,25 +167,23 @@ class _Import:
                 is_vocabulary = ".word_embeddings." in key or "output_layer" in key
                 hint = f"; type --vocab-size {shape[0]}" if shape and is_vocabulary else ""
                 raise CheckpointError(
-                    f"{what} has shape {shape} in {self.foreign.path}, and is to have "
+                    f"{what} has shape {shape} in {self.foreign.path}, and must have "
                     f"{plain.shape}{hint}."
                 )
             stored = self.source.model[key].dtype
             if not found.dtype.is_floating_point and found.dtype != stored:
                 raise CheckpointError(
-                    f"{what} has element type {found.dtype} in {self.foreign.path}, which is no "
-                    "floating-point type."
+                    f"{what} has dtype {found.dtype} in {self.foreign.path}, which is not a "
+                    "floating-point dtype."
                 )
 
     # ---- tensors ------------------------------------------------------------------------------
 
     def output(self) -> Output:
-        """The plan of everything."""
-        tensors = tuple(self._out(key, info) for key, info in self.like.tensors.items())
-        places = self.like.blobs_to_pass_on()
+        """Return the plan of the whole checkpoint."""
         return Output(
-            tensors=tensors,
-            blobs=tuple(OutBlob(key=key, content=place) for key, place in places.items()),
+            tensors=tuple(self._out(key, info) for key, info in self.like.tensors.items()),
+            blobs=self.like.blobs_to_copy(),
             common=self._common(),
             common_in_file=self.like.common.in_file,
             backend=self.like.backend,
@@ -209,38 +206,38 @@ class _Import:
     def _stacked(
         self, key: str, info: TensorInfo, found: Sequence[StoredParameter], state: str
     ) -> OutTensor:
-        """A tensor of the model, or of a state, parameter by parameter."""
+        """Return a tensor of the model or of a state, assembled by parameter."""
         word = state or "weight"
-        values = [self._value(parameter, state) for parameter in found]
-        self.left += [
-            f"{word} of {p.name}" for p, value in zip(found, values, strict=True) if value is None
-        ]
-        if all(value is None for value in values):
-            return copied(info, key, "kept from --like")
-        chunks = []
-        for parameter, value in zip(found, values, strict=True):
+        chunks, is_kept = [], []
+        for parameter in found:
+            value = self._value(parameter, state)
+            is_kept.append(value is None)
+            if value is None:
+                self.kept_from_like.append(f"{word} of {parameter.name}")
             is_whole = len(info.shape) == len(parameter.facts.shape)
             box = whole(info) if is_whole else parameter.box(info)
             chunks.append(OutChunk(offset=box.offset, shape=box.shape, value=value or box))
+        if all(is_kept):
+            return copied(info, key, "kept from --like")
         rule = f"{word} from {self.foreign.path.name}"
         return OutTensor(
             key=key, shape=info.shape, dtype=info.dtype, chunks=tuple(chunks), rule=rule
         )
 
     def _value(self, parameter: StoredParameter, state: str) -> FromFile | Zeros | None:
-        """The source of a parameter's weight or state; None to keep that of ``like``."""
+        """Return the source of a parameter's weight or state; None to keep that of ``like``."""
         plain = self.plain[parameter.name]
         states = [self.foreign.states.get(p.name, {}) for p in plain]
         weights = [self.foreign.weights.get(p.name) for p in plain]
         masters = [kept.get(MASTER) for kept in states]
         if not state:
-            # Without masters of its own ``like`` has fp32 weights, where those of the file belong.
+            # If ``like`` has no masters, its fp32 weights are, and receive the file's masters.
             own = self.source.states[parameter.name]
             is_master = own and MASTER not in own and None not in masters
             return self._from(plain, masters if is_master else weights)
         if state == MASTER:
             return self._from(plain, weights if None in masters else masters)
-        # A first moment without its second one would make steps many times too large.
+        # A first moment with a zero second moment would make steps far too large.
         together = ADAM_STATES if state in ADAM_STATES else (state,)
         self.taken |= {(p.name, state) for p in plain}
         if any(needed not in kept for kept in states for needed in together):
@@ -256,11 +253,11 @@ class _Import:
         factor = factors.pop()
         if factors:
             raise CheckpointError(
-                f"the parts of {parameter.name} have momenta of different factors."
+                f"the parts of {parameter.name} have momenta with different factors."
             )
         if factor is None:
             raise CheckpointError(
-                "a momentum that Dion kept with mu 0 says nothing of the average; leave it out."
+                "a momentum of Dion with mu 0 does not determine the average; leave it out."
             )
         self.factors.add(factor)
         return factor
@@ -284,7 +281,7 @@ class _Import:
         return FromFile(path=self.foreign.path, parts=there, factor=factor)
 
     def _factor(self, key: str, info: TensorInfo, matrix: str) -> OutTensor:
-        """A right factor: that of the file, else of ``like``, whose next step corrects it."""
+        """Return a right factor from the file, else that of ``like``, which training corrects."""
         plain = self.by_matrix.get(matrix)
         name, label = (plain.name, RIGHT_FACTOR) if plain else ("", "")
         base, bracket, part = matrix.partition("[")
@@ -292,13 +289,13 @@ class _Import:
             name, label = self.plain[base][0].name, f"{RIGHT_FACTOR}{bracket}{part}"
         values = self.foreign.states.get(name, {}).get(label)
         if values is None:
-            self.left.append(f"right factor of {matrix}")
+            self.kept_from_like.append(f"right factor of {matrix}")
             return copied(info, key, "kept from --like")
         self.taken.add((name, label))
         if tuple(values.shape) != info.shape:
             raise CheckpointError(
                 f"the right factor of {name} has shape {tuple(values.shape)} in "
-                f"{self.foreign.path}, and is to have {info.shape} (--orth-dion-rank-fraction)."
+                f"{self.foreign.path}, and must have {info.shape} (--orth-dion-rank-fraction)."
             )
         value = FromFile(path=self.foreign.path, parts=((None, values),))
         rule = f"right factor from {self.foreign.path.name}"
@@ -307,8 +304,8 @@ class _Import:
     # ---- the rest -----------------------------------------------------------------------------
 
     def _common(self) -> dict[str, object]:
-        """The common state of ``like``, with the file's step count; 0 where Adam starts at zero."""
-        value = dict(self.like.common.known("the common state of --like"))
+        """Return the common state of ``like`` with the file's step count; 0 if Adam restarts."""
+        value = self.like.common.rewritable("the common state of --like")
         steps = {0} if self.fresh_adam else self.foreign.steps
         if steps:
             value["optimizer"] = _with_step(value.get("optimizer"), max(steps))
@@ -319,26 +316,21 @@ class _Import:
         if self.removed:
             yield f"names in the file are those of a wrapped model: {self.removed} was removed"
         if self.foreign.unread:
-            shown = ", ".join(self.foreign.unread[:_SHOWN])
-            more = len(self.foreign.unread) - _SHOWN
-            yield f"entries of the file that are not used: {shown}" + (
-                f" and {more} more" if more > 0 else ""
-            )
-        if self.zeros:
-            count = len(self.zeros)
-            yield f"{count} states are not in the file (Adam's: not both) and start at zero:"
-            yield from (f"  {entry}" for entry in self.zeros)
+            shown = ", ".join(self.foreign.unread[:_MAX_SHOWN])
+            more = len(self.foreign.unread) - _MAX_SHOWN
+            yield f"unused entries of the file: {shown}" + (f" and {more} more" if more > 0 else "")
+        yield from _listed(
+            "states are not in the file (or only one of Adam's two) and start at zero", self.zeros
+        )
+        steps = self.foreign.steps
         if self.fresh_adam:
-            count = len(self.fresh_adam)
-            yield f"Adam starts anew on {count} parameters, so its step count starts at 0"
+            yield (
+                f"Adam restarts on {len(self.fresh_adam)} parameters, so its step count starts at 0"
+            )
         elif any(state == ADAM_STATES[0] for _, state in self.taken):
-            # Megatron counts the steps of Adam once for all parameters.
-            steps = self.foreign.steps
+            # Megatron has one step count of Adam for all parameters.
             if not steps:
-                yield (
-                    "the file does not say how many steps Adam has made: the count is that of "
-                    "--like"
-                )
+                yield "the file has no step count of Adam: the count is that of --like"
             elif len(steps) > 1:
                 yield (
                     f"Adam has made between {min(steps)} and {max(steps)} steps on the parameters "
@@ -346,26 +338,33 @@ class _Import:
                 )
         if self.factors - {1.0}:
             factors = ", ".join(f"{factor:g}" for factor in sorted(self.factors))
-            yield f"momenta are kept in another way in the file: they are multiplied by {factors}"
-        strange = sorted(
+            yield f"momenta have another convention in the file: they are multiplied by {factors}"
+        unused = sorted(
             f"{state} of {name}"
             for name, states in self.foreign.states.items()
             for state in states
             if state != MASTER and (name, state) not in self.taken
         )
-        if strange:
-            yield (
-                f"{len(strange)} states of the file are left out, for which --like, a checkpoint "
-                f"of {self.source.optimizer}, has no place:"
-            )
-            yield from (f"  {entry}" for entry in strange)
-        if self.left:
-            yield f"{len(self.left)} tensors are not in the file and are those of --like:"
-            yield from (f"  {entry}" for entry in self.left)
+        optimizer = self.source.optimizer
+        yield from _listed(
+            f"states of the file are left out, as --like, a checkpoint of {optimizer}, has no "
+            "such states",
+            unused,
+        )
+        yield from _listed(
+            "tensors are not in the file and are those of --like", self.kept_from_like
+        )
+
+
+def _listed(what: str, entries: Sequence[str]) -> Iterator[str]:
+    """Yield a counted heading and its entries, if there are any."""
+    if entries:
+        yield f"{len(entries)} {what}:"
+        yield from (f"  {entry}" for entry in entries)
 
 
 def _with_step(state: object, step: int) -> object:
-    """A copy in which every parameter group has made so many steps; torch's Adam keeps a tensor."""
+    """Return a copy with the step count of every group replaced; torch's Adam has a tensor."""
     if isinstance(state, list):
         return [_with_step(value, step) for value in state]
     if not isinstance(state, dict):

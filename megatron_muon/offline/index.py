@@ -1,4 +1,4 @@
-"""The index of a checkpoint (``.metadata``): which bytes of which file hold a tensor."""
+"""The index of a checkpoint (``.metadata``): the file and bytes of every tensor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NAMES: Mapping[str, Any] = {f"{kind.__module__}.{kind.__qualname__}": kind for 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Bytes of a data file: its name in the checkpoint's folder, first byte, number of bytes."""
+    """Bytes of a data file: file name in the checkpoint's folder, first byte, number of bytes."""
 
     file: str
     start: int
@@ -51,7 +51,7 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """A tensor according to the index; its chunks cover it once."""
+    """A tensor in the index; its chunks are disjoint and cover it."""
 
     key: str
     shape: tuple[int, ...]
@@ -65,10 +65,10 @@ class TensorInfo:
 
 
 def read_index(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, Place]]:
-    """All tensors, and the places of all entries that are no tensors, by key.
+    """Return all tensors, and the places of all non-tensor entries, by key.
 
-    ``FileSystemReader.read_metadata`` is not used: it runs whatever the pickle says, and torch's
-    weights-only unpickler does not know the protocol of this file.
+    ``FileSystemReader.read_metadata`` is not used: it executes the pickle, and torch's weights-only
+    unpickler does not support the protocol of this file.
     """
     path = folder / INDEX_FILE
     if not path.exists():
@@ -76,7 +76,7 @@ def read_index(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, Place]]:
     with path.open("rb") as stream:
         metadata = load_pickle(stream, source=str(path), more=_NAMES).value
     if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.storage_data, dict):
-        raise CheckpointError(f"{path} is a foreign pickle, and no index of a checkpoint.")
+        raise CheckpointError(f"{path} is a foreign pickle, not the index of a checkpoint.")
     tensors, blobs = {}, {}
     try:
         places = {index: _place(info) for index, info in metadata.storage_data.items()}
@@ -94,19 +94,19 @@ def read_index(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, Place]]:
 def _tensor(
     key: str, entry: dcp.TensorStorageMetadata, places: Mapping[dcp.MetadataIndex, Place]
 ) -> TensorInfo:
-    """Refuses chunks that do not make up their tensor: bytes are copied without being read."""
+    """Return a tensor; refuse chunks that do not cover it, as bytes are copied unread."""
     shape, dtype = tuple(entry.size), entry.properties.dtype
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{key} has the element type {dtype!r}")
+        raise ValueError(f"{key} has the dtype {dtype!r}")
     # A chunk may be listed once for each rank that holds a copy.
     chunks = {}
     for stored in entry.chunks:
         offset = tuple(stored.offsets)
-        # megatron-core omits prepended axes from the sizes of chunks that lie on no regular grid.
+        # megatron-core omits prepended axes from the sizes of chunks that form no regular grid.
         sizes = (*(1 for _ in range(len(offset) - len(stored.sizes))), *stored.sizes)
         for start, size, whole in zip(offset, sizes, shape, strict=True):
             if start < 0 or size < 0 or start + size > whole:
-                raise ValueError(f"a chunk of {key} is not inside of it")
+                raise ValueError(f"a chunk of {key} exceeds its shape")
         place = places[dcp.MetadataIndex(key, offset)]
         chunks[offset] = Chunk(offset=offset, shape=sizes, place=place)
     covered = sum(math.prod(chunk.shape) for chunk in chunks.values())
@@ -125,5 +125,5 @@ def _place(info: _StorageInfo) -> Place:
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise CheckpointError(f"the index names a file outside of the checkpoint: {name}.")
     if info.offset < 0 or info.length < 1:
-        raise ValueError(f"an entry of {name} has {info.length} bytes from {info.offset} on")
+        raise ValueError(f"an entry of {name} has {info.length} bytes at offset {info.offset}")
     return Place(file=name, start=int(info.offset), length=int(info.length))

@@ -1,4 +1,4 @@
-"""``inspect``: the content of a checkpoint."""
+"""``inspect``: shows the content of a checkpoint."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _LAYOUT: Final = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``inspect``."""
+    """Add the flags of ``inspect``."""
     parser.add_argument("checkpoint", help="folder of an iteration, or that a run saves into")
     parser.add_argument("--step", type=int, help="iteration; default: the last one")
-    parser.add_argument("--json", action="store_true", help="everything as JSON")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
-        "--hashes", action="store_true", help="compare the files with the manifest's hashes"
+        "--hashes", action="store_true", help="check the files against the manifest's hashes"
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print; 1 when a file is not as the manifest says."""
+    """Print the content; return 1 when a file differs from the manifest."""
     checkpoint = Checkpoint(options.checkpoint, options.step)
     problems = list(manifest_problems(checkpoint.folder)) if options.hashes else []
     found = _description(checkpoint) | ({"hashes": problems} if options.hashes else {})
@@ -49,13 +49,13 @@ def run(options: argparse.Namespace) -> int:
         return 1 if problems else 0
     print(*_lines(found), *(f"damaged: {problem}" for problem in problems), sep="\n")
     if options.hashes and not problems:
-        has_some = (checkpoint.folder / MANIFEST_FILE).exists()
-        print("all files are as the manifest says" if has_some else "there is no manifest")
+        has_manifest = (checkpoint.folder / MANIFEST_FILE).exists()
+        print("all files match the manifest" if has_manifest else "there is no manifest")
     return 1 if problems else 0
 
 
 def _description(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Everything that ``inspect`` shows, as plain values."""
+    """Return everything that ``inspect`` shows, as plain values."""
     tensors = {
         key: {
             "shape": list(info.shape),
@@ -99,7 +99,7 @@ def _description(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _common(checkpoint: Checkpoint) -> CommonState | None:
-    """The common state; None where there is none, as in a checkpoint of weights alone."""
+    """Return the common state; None without one, as in a checkpoint of weights only."""
     try:
         return checkpoint.common
     except CheckpointError:
@@ -109,7 +109,7 @@ def _common(checkpoint: Checkpoint) -> CommonState | None:
 
 
 def _summary(tensors: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Number and bytes of tensors by their part of the checkpoint and their dtype."""
+    """Count tensors and bytes by part of the checkpoint and dtype."""
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     for key, info in tensors.items():
@@ -127,7 +127,7 @@ def _part_of(key: str) -> str:
         return f"state {known[0]}"
     if ".gbuf_idx_" in key:
         return f"state {key.rpartition('.')[2]} (buckets)"
-    return "weights" if unknown is None else f"state {unknown} (not known)"
+    return "weights" if unknown is None else f"state {unknown} (unknown)"
 
 
 def _lines(found: dict[str, Any]) -> Iterator[str]:
@@ -136,10 +136,10 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield f"{found['folder']}"
     yield f"  optimizer    {found['optimizer']}{sharding}"
     yield f"  step         {found['step']}"
-    yield f"  saved at     {layout or 'not said'}"
+    yield f"  saved at     {layout or 'unknown'}"
     yield f"  common state {found['common_state']}"
     if found["unknown_names"]:
-        yield f"  refers to    {', '.join(found['unknown_names'])} (not run)"
+        yield f"  refers to    {', '.join(found['unknown_names'])} (not executed)"
     for number, group in enumerate(found["groups"]):
         words = " ".join(f"{key}={value}" for key, value in sorted(group.items()))
         yield f"  group {number}      {words}"

@@ -1,4 +1,4 @@
-"""Files beside the data: the manifest, and what others put into a checkpoint's folder."""
+"""Files beside the data: the manifest, and foreign files in a checkpoint's folder."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ MANIFEST_FILE = "megatron_muon_manifest.json"
 
 _OWN: Final = (
     *(INDEX_FILE, f"{INDEX_FILE}.tmp", COMMON_FILE, BACKEND_FILE, MANIFEST_FILE),
-    "integrity.json",  # Megatron's hashes of a checkpoint's files, which differ in another one
+    "integrity.json",  # Megatron's hashes of the files, invalid once converted
 )
 _BRIDGE: Final = (RUN_CONFIG_FILE, "train_state.pt")
 
 
 def manifest(output: Output, digests: Mapping[str, str], source: Path | None) -> dict[str, Any]:
-    """The manifest of a written checkpoint: hashes of all files, the rule of every tensor."""
+    """Return the manifest of a checkpoint: hashes of all files, the rule of every tensor."""
     return {
         "format": 1,
         "source": None if source is None else str(source),
@@ -44,7 +44,7 @@ def manifest(output: Output, digests: Mapping[str, str], source: Path | None) ->
 
 
 def listed_files(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file that the manifest lists, by name; none without a manifest."""
+    """Return the SHA-256 of every file in the manifest, by name; empty without a manifest."""
     path = folder / MANIFEST_FILE
     if not path.exists():
         return {}
@@ -56,41 +56,41 @@ def listed_files(folder: Path) -> dict[str, str]:
 
 
 def manifest_problems(folder: Path) -> Iterator[str]:
-    """A sentence for every file that is not as the manifest says; none without a manifest."""
+    """Yield a sentence for every file that differs from the manifest."""
     for name, digest in listed_files(folder).items():
         if not (folder / name).is_file():
             yield f"{name} is missing"
         elif digest_of(folder / name) != digest:
-            yield f"{name} is not the file that was written (SHA-256 differs)"
+            yield f"{name} was changed after it was written (SHA-256 differs)"
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-# ---- files of others, as Megatron-Bridge writes them ------------------------------------------
+# ---- foreign files, such as those of Megatron-Bridge -------------------------------------------
 
 
-def is_of_checkpoint(path: Path) -> bool:
-    """True when Megatron, its bridge or this tool writes such a file, in a finished save or not."""
+def is_checkpoint_file(path: Path) -> bool:
+    """Return True for a file that Megatron, its bridge or this tool writes, finished or not."""
     if path.is_dir():
         return path.name == "modelopt_state"
     return path.name in (*_OWN, *_BRIDGE) or path.suffix == ".distcp"
 
 
-def others(folder: Path) -> list[Path]:
-    """Everything in a checkpoint's folder that is not the checkpoint."""
+def foreign_files(folder: Path) -> list[Path]:
+    """Return everything in a checkpoint's folder that is not part of the checkpoint."""
     return sorted(
         path for path in folder.iterdir() if path.name not in _OWN and path.suffix != ".distcp"
     )
 
 
-def copy_others(source: Path, target: Path) -> dict[str, str]:
-    """Copy the files among them; their SHA-256 by name."""
+def copy_foreign_files(source: Path, target: Path) -> dict[str, str]:
+    """Copy the foreign files, not folders; return their SHA-256 by name."""
     digests = {}
-    for path in others(source):
+    for path in foreign_files(source):
         if path.is_file():
             copy = target / path.name
             with path.open("rb") as reader, copy.open("wb") as writer:
@@ -101,11 +101,11 @@ def copy_others(source: Path, target: Path) -> dict[str, str]:
     return digests
 
 
-def notes_on_others(folder: Path) -> Iterator[str]:
-    """Sentences on which of them are copied."""
-    files = [path.name for path in others(folder) if path.is_file()]
-    left = [path.name for path in others(folder) if not path.is_file()]
+def notes_on_foreign_files(folder: Path) -> Iterator[str]:
+    """Yield sentences on the foreign files that are copied, and those that are not."""
+    files = [path.name for path in foreign_files(folder) if path.is_file()]
+    left = [path.name for path in foreign_files(folder) if not path.is_file()]
     if files:
-        yield f"copied as they are from {folder}: {', '.join(files)}"
+        yield f"copied unchanged from {folder}: {', '.join(files)}"
     if left:
         yield f"not copied from {folder}: {', '.join(left)}; copy them yourself if they are needed"

@@ -1,14 +1,15 @@
-"""A checkpoint that is to be written: every tensor as chunks, every chunk with its source."""
+"""A checkpoint to be written: every tensor as chunks, every chunk with its source."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from megatron_muon.offline.errors import CheckpointError
 from megatron_muon.offline.index import Chunk, Place, TensorInfo
 from megatron_muon.offline.reading import Checkpoint
 
@@ -19,32 +20,19 @@ class Value(Protocol):
     def tensor(
         self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """The elements in the chunk's shape, made when they are asked for."""
+        """Compute the elements in the chunk's shape."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bytes:
-    """Bytes of the source as they are: a stored chunk does not hold its tensor's name."""
-
-    place: Place
-
-    def tensor(
-        self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Never called: the writer copies the bytes."""
-        raise AssertionError("bytes are copied")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Box:
-    """A box of a tensor of the source, times a factor.
+    """A box of a source tensor, times a factor.
 
     Attributes:
         info: The tensor.
         offset: First index along every axis.
         shape: Size along every axis; as many elements as the chunk.
-        factor: The factor.
+        factor: Multiplied with all elements.
     """
 
     info: TensorInfo
@@ -55,7 +43,7 @@ class Box:
     def tensor(
         self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """Multiplied in float32 at least, rounded once."""
+        """Read and multiply, in float32 or wider, rounded once."""
         assert source is not None
         values = source.read_box(self.info.key, self.offset, self.shape)
         if self.factor != 1.0:
@@ -65,7 +53,7 @@ class Box:
 
 
 def whole(info: TensorInfo) -> Box:
-    """All of a tensor."""
+    """Return the box of all elements of a tensor."""
     return Box(info=info, offset=(0,) * len(info.shape), shape=info.shape)
 
 
@@ -76,29 +64,32 @@ class Zeros:
     def tensor(
         self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """All zero."""
+        """Return zeros."""
         return torch.zeros(shape, dtype=dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutChunk:
-    """A box of a tensor that is written, with the source of its elements."""
+    """A box of a tensor to be written, with the source of its elements.
+
+    The stored bytes of a source chunk (``Place``) can be copied, as they do not contain a name.
+    """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    value: Value
+    value: Value | Place
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutTensor:
-    """A tensor that is written.
+    """A tensor to be written.
 
     Attributes:
         key: Its key.
         shape: Global shape.
-        dtype: Of the elements.
-        chunks: Boxes that cover it once.
-        rule: Where its elements come from, in words.
+        dtype: Its dtype.
+        chunks: Disjoint boxes that cover it.
+        rule: The source of its elements, in words.
     """
 
     key: str
@@ -117,28 +108,21 @@ class OutTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutBlob:
-    """An entry that is no tensor: its bytes, or their place in the source."""
-
-    key: str
-    content: bytes | Place
-
-
-@dataclass(frozen=True, kw_only=True)
 class Output:
-    """Everything of a checkpoint.
+    """A whole checkpoint to be written.
 
     Attributes:
         tensors: The tensors.
-        blobs: Entries that are no tensors, without the common state.
+        blobs: Non-tensor entries by key, without the common state: bytes, or their place in the
+            source.
         common: The common state.
         common_in_file: True to write it as ``common.pt`` (megatron-core up to 0.18).
-        backend: ``metadata.json``.
+        backend: Content of ``metadata.json``.
         notes: Sentences for the user.
     """
 
     tensors: tuple[OutTensor, ...]
-    blobs: tuple[OutBlob, ...]
+    blobs: Mapping[str, bytes | Place]
     common: dict[str, object]
     common_in_file: bool
     backend: dict[str, object]
@@ -151,14 +135,18 @@ class Output:
 
 
 def copied(info: TensorInfo, key: str, rule: str) -> OutTensor:
-    """A tensor of the source as it is, under a key."""
-    return in_chunks_of(info, key, info.dtype, rule, lambda chunk: Bytes(place=chunk.place))
+    """Return an unchanged source tensor under a key."""
+    return in_chunks_of(info, key, info.dtype, rule, lambda chunk: chunk.place)
 
 
 def in_chunks_of(
-    info: TensorInfo, key: str, dtype: torch.dtype, rule: str, value: Callable[[Chunk], Value]
+    info: TensorInfo,
+    key: str,
+    dtype: torch.dtype,
+    rule: str,
+    value: Callable[[Chunk], Value | Place],
 ) -> OutTensor:
-    """A tensor in the shape and the chunks of a tensor of the source."""
+    """Return a tensor with the shape and chunks of a source tensor."""
     chunks = tuple(OutChunk(offset=c.offset, shape=c.shape, value=value(c)) for c in info.chunks)
     return OutTensor(key=key, shape=info.shape, dtype=dtype, chunks=chunks, rule=rule)
 
@@ -166,12 +154,22 @@ def in_chunks_of(
 def in_one_chunk(
     key: str, shape: tuple[int, ...], dtype: torch.dtype, rule: str, value: Value
 ) -> OutTensor:
-    """A tensor that is one chunk."""
+    """Return a tensor of a single chunk."""
     chunk = OutChunk(offset=(0,) * len(shape), shape=shape, value=value)
     return OutTensor(key=key, shape=shape, dtype=dtype, chunks=(chunk,), rule=rule)
 
 
 def described(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Shape and dtype on one line of a listing."""
+    """Return shape and dtype for a listing."""
     sizes = "x".join(str(size) for size in shape) or "scalar"
     return f"{sizes}  {str(dtype).removeprefix('torch.')}"
+
+
+def require_form(
+    values: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str
+) -> None:
+    """Refuse a computed tensor of another shape or dtype than planned."""
+    if tuple(values.shape) != shape or values.dtype != dtype:
+        raise CheckpointError(
+            f"{name} is {values.dtype} {tuple(values.shape)} and should be {dtype} {shape}."
+        )

@@ -25,10 +25,10 @@ class Target:
     Attributes:
         optimizer: ``adam``, ``dmuon``, ``orth_dion`` or ``muon``.
         source: The state that is converted.
-        has_matrices: Whether any parameter is a matrix.
+        has_matrices: True if any parameter is a matrix.
         step: Number of steps.
-        momentum: β of megatron-core's muon, which its groups carry.
-        has_masters: Whether masters are stored beside the weights.
+        momentum: β of megatron-core's muon, stored in its groups.
+        has_masters: True if masters are stored besides the weights.
     """
 
     optimizer: str
@@ -40,17 +40,17 @@ class Target:
 
     @property
     def is_muon(self) -> bool:
-        """True when it is megatron-core's muon."""
+        """True for megatron-core's muon."""
         return self.optimizer == "muon"
 
 
 def optimizer_state(target: Target) -> dict[str, Any] | dict[int, Any]:
-    """The entry ``optimizer`` of the common state."""
+    """Return the entry ``optimizer`` of the common state."""
     base = _adam_groups(target)
     scaler = target.source.grad_scaler
     more = {} if scaler is None else {"grad_scaler": scaler}
     if target.is_muon:
-        # Without masters megatron-core has torch's optimizer, and nothing around it.
+        # Without masters megatron-core uses torch's optimizer without a wrapper.
         states = _upstream_states(base, target)
         return {
             number: {"optimizer": state, **more} if target.has_masters else state
@@ -61,7 +61,7 @@ def optimizer_state(target: Target) -> dict[str, Any] | dict[int, Any]:
         groups = base + _matrix_groups(base, target)
         ours = {"param_state": {"right_factor": {}}, **sharding}
         return {"optimizer": {"param_groups": groups}, **more, **ours}
-    # Megatron chains an optimizer of dense parameters and one of experts.
+    # Megatron chains one optimizer of dense parameters and one of experts.
     chains = [
         [group for group in base if bool(group.get("is_expert_parallel")) is is_expert]
         for is_expert in (False, True)
@@ -73,23 +73,23 @@ def optimizer_state(target: Target) -> dict[str, Any] | dict[int, Any]:
 
 
 def _adam_groups(target: Target) -> list[Group]:
-    """The groups that Adam trains, each once, as a run of Adam alone has them."""
+    """Return Adam's distinct groups as in a run of Adam alone."""
     found: dict[str, Group] = {}
     for group in target.source.groups:
         if "betas" in group and not group.get(GROUP_KEY):
             plain = {k: v for k, v in group.items() if k not in (*_OURS, "params")}
-            plain.setdefault("bias_correction", True)  # torch's Adam does so without being asked
+            plain.setdefault("bias_correction", True)  # torch's Adam always corrects
             found.setdefault(repr(sorted(plain.items())), plain)
     if not found:
         raise CheckpointError(
-            "the checkpoint's common state has no parameter group of Adam, which the target's "
-            "groups are made from."
+            "the checkpoint's common state has no parameter group of Adam, from which the target's "
+            "groups are derived."
         )
     return [{**group, "step": target.step} for group in found.values()]
 
 
 def _matrix_groups(base: Sequence[Group], target: Target) -> list[Group]:
-    """Groups of matrices, each once: those of the source, or else Adam's with weight decay."""
+    """Return the distinct groups of matrices: the source's, else Adam's with weight decay."""
     if not target.has_matrices:
         return []
     named = {GROUP_KEY: target.optimizer, "optimizer": target.optimizer, "step": target.step}
@@ -107,7 +107,7 @@ def _groups_of_matrices(base: Sequence[Group], target: Target) -> Sequence[Group
 
 
 def _upstream_states(base: Sequence[Group], target: Target) -> list[dict[str, Any]]:
-    """The states of megatron-core's muon and of the Adam that it chains to it."""
+    """Return the states of megatron-core's muon and of the Adam chained to it."""
     if any(group.get("is_expert_parallel") for group in base):
         raise CheckpointError(
             "megatron-core's muon chains further optimizers for experts of expert parallelism, "
@@ -127,13 +127,13 @@ def _upstream_states(base: Sequence[Group], target: Target) -> list[dict[str, An
 
 
 def arguments(target: Target, settings: Mapping[str, Any]) -> argparse.Namespace | None:
-    """The saved arguments as a run of the target has them; None where none were saved."""
+    """Return the saved arguments changed to a run of the target; None if none were saved."""
     saved = target.source.common.value.get("args")
     if saved is None:
         return None
     args = argparse.Namespace(**vars(saved))
     is_ours = target.optimizer in OPTIMIZERS
-    args.optimizer = "muon" if target.is_muon else "adam"  # what ours shows to Megatron, too
+    args.optimizer = "muon" if target.is_muon else "adam"  # which Megatron sees for ours, too
     args.use_distributed_optimizer = not target.is_muon
     args.dist_ckpt_optim_fully_reshardable = not target.is_muon
     args.matrix_optimizer = target.optimizer if is_ours else None
@@ -145,7 +145,7 @@ def arguments(target: Target, settings: Mapping[str, Any]) -> argparse.Namespace
 
 
 def content_metadata(target: Target) -> dict[str, Any]:
-    """The entry ``content_metadata``: how the optimizer's state is sharded."""
+    """Return the entry ``content_metadata``: how the optimizer state is sharded."""
     found = dict(target.source.common.value.get("content_metadata") or {})
     for name in ("distrib_optim_sharding_type", "distrib_optim_fully_reshardable_mem_efficient"):
         found.pop(name, None)
@@ -155,6 +155,6 @@ def content_metadata(target: Target) -> dict[str, Any]:
         found["distrib_optim_sharding_type"] = "fully_reshardable"
         found["distrib_optim_fully_reshardable_mem_efficient"] = False
     elif target.has_masters:
-        # Only then does megatron-core look for state under the prefixes of its chain.
+        # megatron-core looks for state under the prefixes of its chain only then.
         found["distrib_optim_sharding_type"] = "dp_reshardable"
     return found

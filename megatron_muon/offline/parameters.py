@@ -1,8 +1,8 @@
-"""The parameters of a model, from the keys of its checkpoint and the saved arguments.
+"""Derives the parameters of a model from the keys of its checkpoint and the saved arguments.
 
-Megatron stacks the layers and the experts of a model into one tensor each; here they are taken
-apart again, and every parameter gets the name that it has in the model, which rules are matched
-with and right factors are stored under.
+Megatron stacks layers and experts of a model into one tensor. Here they are separated again, and
+every parameter gets its name in the model, to which rules are matched and under which right factors
+are stored.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _LINEAR = re.compile(r"(^|\.)(linear_\w+|\w+_proj)\.weight(\.\w+)?$")
 """Megatron's names of linear layers: linear_qkv, linear_fc1, eh_proj, in_proj, out_proj, …"""
 
 _UNKNOWN = Packing(rows=RowPacking.UNITS)
-"""Of a parameter that may or may not be packed."""
+"""Packing of a parameter that may or may not be packed."""
 
 _NO_STATE = ("optimizer.", "chained_", "rng_state", "rerun_state_machine", "common_state")
 
@@ -47,12 +47,12 @@ class StoredParameter:
     """One parameter and its place in the model part of a checkpoint.
 
     Attributes:
-        key: Key of the tensor that holds it.
-        index: Its index along the axes of layers and experts, none when it is the whole tensor.
-        facts: Input of routing; its name is that in the model.
-        family: The setting that decides on its split.
+        key: Key of its tensor.
+        index: Its index along the axes of layers and experts, empty for a whole tensor.
+        facts: Input of routing, with its name in the model.
+        family: The setting that determines its split.
         packing: Packing of its rows.
-        problem: Why its packing is unknown, empty when it is known; the parts are then none.
+        problem: The reason why its packing is unknown, empty if it is known.
     """
 
     key: str
@@ -68,13 +68,13 @@ class StoredParameter:
         return self.facts.name
 
     def box(self, info: TensorInfo) -> Box:
-        """Its elements in a tensor that is stacked as the model's."""
+        """Return the box of its elements in a tensor stacked like the model's."""
         offset = (*self.index, *(0 for _ in self.facts.shape))
         return Box(info=info, offset=offset, shape=(*(1 for _ in self.index), *self.facts.shape))
 
 
 def model_tensors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
-    """The tensors of the model part, by key."""
+    """Return the tensors of the model part, by key."""
     return {
         key: info
         for key, info in checkpoint.tensors.items()
@@ -85,7 +85,7 @@ def model_tensors(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
 def stored_parameters(
     tensors: Mapping[str, TensorInfo], common: CommonState
 ) -> dict[str, tuple[StoredParameter, ...]]:
-    """The parameters of every tensor of the model, by the tensor's key."""
+    """Return the parameters of every model tensor, by the tensor's key."""
     found = {key: tuple(_parameters(info, common)) for key, info in tensors.items()}
     facts = [parameter.facts for stacked in found.values() for parameter in stacked]
     adapters = adapter_parameters({fact.name: fact.shape for fact in facts})
@@ -133,7 +133,7 @@ def _name(
     if has_experts:
         expert = index[-1]
         if common.argument("moe_grouped_gemm", False):
-            # One linear layer holds a weight of each expert.
+            # One linear layer contains a weight of each expert.
             name = name.replace(_EXPERTS, ".experts.") + str(expert)
         else:
             name = name.replace(_EXPERTS, f".experts.local_experts.{expert}.")
@@ -150,15 +150,15 @@ def _is_embedding_or_output(key: str) -> bool:
 def _packing(key: str, shape: tuple[int, ...], common: CommonState) -> tuple[Family, Packing, str]:
     linear = key.rpartition(".weight")[0].rpartition(".")[2]
     if linear == "in_proj":
-        return "ssm", _UNKNOWN, "the parts of in_proj are not known offline"
+        return "ssm", _UNKNOWN, "the parts of in_proj are unknown offline"
     if len(shape) != 2:
         return "", WHOLE, ""
     config = _model_config(common)
     try:
         known = packing_by_name(linear, config, shape[0])
     except AttributeError as error:
-        said = common.unsaid(str(error.name), "model")
-        return family_by_name(linear), _UNKNOWN, f"the checkpoint does not say {said}"
+        missing = common.missing(str(error.name), "model")
+        return family_by_name(linear), _UNKNOWN, f"the checkpoint does not say {missing}"
     family, packing = known or ("", WHOLE)
     problem = packing.problem(shape[0], cut=1)
     if linear == "linear_qkv" and not problem:
@@ -172,13 +172,13 @@ def _packing(key: str, shape: tuple[int, ...], common: CommonState) -> tuple[Fam
 
 
 def _model_config(common: CommonState) -> Any:
-    """The result of ``core_transformer_config_from_args`` on the saved arguments, where needed.
+    """Return the fields of ``core_transformer_config_from_args`` that are needed here.
 
-    Fields that they lack are taken from ``run_config.yaml``, which has the configuration's.
+    Fields missing in the saved arguments are taken from ``run_config.yaml``.
     """
     config = SimpleNamespace(**(common.run_config or {}))
     heads = getattr(config, "num_attention_heads", None)
-    if heads:  # ``TransformerConfig.__post_init__``; a field that is null is not there
+    if heads:  # as in ``TransformerConfig.__post_init__``; null fields are absent
         config.num_query_groups = getattr(config, "num_query_groups", heads)
         if hasattr(config, "hidden_size"):
             config.kv_channels = getattr(config, "kv_channels", config.hidden_size // heads)
@@ -196,6 +196,6 @@ def _model_config(common: CommonState) -> Any:
 
 
 def require_names(parameters: Mapping[str, Sequence[StoredParameter]], common: CommonState) -> None:
-    """Refuse names that would be guessed: those of experts depend on how their weights are kept."""
+    """Refuse names that would be guesses: those of experts depend on how weights are stored."""
     if any(_EXPERTS in key for key in parameters):
         common.required("moe_grouped_gemm", "model")

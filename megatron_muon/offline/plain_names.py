@@ -1,10 +1,10 @@
 """Names and rows of weights outside Megatron.
 
-Megatron stacks layers and experts, and fuses q, k and v, gate and up. Outside it every weight has a
-name of its own: Megatron's own (``decoder.layers.3.mlp.linear_fc2.weight``, fused weights as they
-are) or that of Llama, Qwen, Mixtral and DeepSeek models in Hugging Face's form
-(``model.layers.3.mlp.down_proj.weight``, fused weights taken apart). A model that was wrapped, by
-DDP, ``torch.compile`` or FSDP, has further pieces in its names.
+Megatron stacks layers and experts, and fuses q, k and v, gate and up. Outside it every weight has
+its own name: Megatron's (``decoder.layers.3.mlp.linear_fc2.weight``, weights stay fused) or that of
+Llama, Qwen, Mixtral and DeepSeek models in Hugging Face's form
+(``model.layers.3.mlp.down_proj.weight``, fused weights are split). A model wrapped by DDP,
+``torch.compile`` or FSDP has further pieces in its names.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ _VOCABULARY: Final = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def add_name_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of ``import`` and ``export`` on names outside Megatron."""
+    """Add the flags of ``import`` and ``export`` on names outside Megatron."""
     parser.add_argument(
         "--names",
         choices=("megatron", "hf"),
         default="megatron",
-        help="of weights in the file: Megatron's own, layers and experts one by one, or those of "
-        "Llama, Qwen, Mixtral and DeepSeek models, fused weights taken apart",
+        help="names of weights in the file: Megatron's, with separate layers and experts, or those "
+        "of Llama, Qwen, Mixtral and DeepSeek models, with fused weights split",
     )
     parser.add_argument(
         "--vocab-size",
         type=int,
         metavar="N",
-        help="rows of embeddings and output layer that are no padding, which is left out of the "
-        "file; default: all rows are in it",
+        help="rows of embeddings and output layer without padding, which the file does not "
+        "contain; default: the file contains all rows",
     )
 
 
 def vocabulary(options: argparse.Namespace) -> int | None:
-    """Rows of the vocabulary that are no padding, None for all of them.
+    """Return the vocabulary's rows without padding, None for all.
 
-    Megatron's saved ``vocab_size`` does not say: a tokenizer may add rows of its own to it.
+    Megatron's saved ``vocab_size`` is not used: a tokenizer may add further rows.
     """
-    asked: int | None = options.vocab_size
-    if asked is not None and asked < 1:
-        raise CheckpointError(f"--vocab-size is {asked}; it must be at least 1.")
-    return asked
+    requested: int | None = options.vocab_size
+    if requested is not None and requested < 1:
+        raise CheckpointError(f"--vocab-size is {requested}; it must be at least 1.")
+    return requested
 
 
 # ---- tensors outside Megatron -----------------------------------------------------------------
@@ -68,10 +68,10 @@ class PlainTensor:
     """One tensor outside Megatron.
 
     Attributes:
-        name: Its name there.
-        parameter: The parameter that it is part of.
-        part: The fused part, as ``q`` or ``gate``; empty for the whole parameter.
-        rows: Half-open intervals of the parameter's rows, in the order in which they stack.
+        name: Its name.
+        parameter: The parameter to which it belongs.
+        part: The fused part, such as ``q`` or ``gate``; empty for the whole parameter.
+        rows: Half-open intervals of the parameter's rows, in stacking order.
         shape: Its shape.
     """
 
@@ -83,11 +83,11 @@ class PlainTensor:
 
     @property
     def matrix(self) -> str:
-        """Name under which a right factor of it is stored."""
+        """Name under which its right factor is stored."""
         return f"{self.parameter.name}[{self.part}]" if self.part else self.parameter.name
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
-        """Its rows of the parameter."""
+        """Return its rows of the parameter."""
         if not whole.dim() or self.rows == ((0, len(whole)),):
             return whole
         return torch.cat([whole[start:stop] for start, stop in self.rows])
@@ -105,12 +105,12 @@ class PlainTensor:
 def plain_tensors(
     parameters: Mapping[str, Sequence[StoredParameter]], names: Names, vocabulary: int | None
 ) -> tuple[PlainTensor, ...]:
-    """All tensors outside Megatron, in the order of the checkpoint's keys.
+    """Return all tensors outside Megatron, in the order of the checkpoint's keys.
 
     Args:
-        parameters: Those of the model part, by key.
-        names: Whose names.
-        vocabulary: Rows of embeddings and output layer that are no padding, None for all.
+        parameters: Parameters of the model part, by key.
+        names: The naming scheme.
+        vocabulary: Rows of embeddings and output layer without padding, None for all.
     """
     every = [parameter for found in parameters.values() for parameter in found]
     packings = {p.name: p.packing for p in every}
@@ -149,7 +149,7 @@ def _of_parameter(
     if names == "hf":
         weight = re.sub(r"\.bias(\d*)$", r".weight\1", parameter.name)
         packing = packings.get(weight, WHOLE)
-        # The parts of multi-latent attention are one weight there, too.
+        # The parts of multi-latent attention are one weight in Hugging Face's form as well.
         if not is_mla or ".linear_fc1." in parameter.name:
             if parameter.problem:
                 raise CheckpointError(f"{parameter.name}: {parameter.problem}.")
@@ -185,7 +185,7 @@ _LAYER = {
     "mlp.router": "mlp.gate",
     "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
     "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
-    # Where Transformer Engine fuses a norm into the linear layer after it.
+    # Transformer Engine may fuse a norm into the following linear layer.
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.linear_qkv.layer_norm_bias": "input_layernorm.bias",
     "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
@@ -209,15 +209,15 @@ _FEED_FORWARD = {
 
 
 def hf_name(name: str, part: str, is_mla: bool) -> str:
-    """Name of a part of a parameter in Hugging Face's form.
+    """Return the name of a part of a parameter in Hugging Face's form.
 
     Args:
-        name: Name in Megatron's model, experts one by one.
+        name: Name in Megatron's model, with separate experts.
         part: Fused part, empty for the whole.
-        is_mla: Whether the model has multi-latent attention.
+        is_mla: True for a model with multi-latent attention.
 
     Raises:
-        KeyError: It has none.
+        KeyError: There is no such name.
     """
     grouped = re.fullmatch(r"(.+\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)", name)
     if grouped:
@@ -251,8 +251,8 @@ class FromFile:
     Attributes:
         path: The file.
         parts: Every plain tensor of the parameter with its values; None for a tensor that is a
-            state by itself (a right factor).
-        factor: Number that all are multiplied by.
+            whole state (a right factor).
+        factor: Multiplied with all values.
     """
 
     path: Path
@@ -262,7 +262,7 @@ class FromFile:
     def tensor(
         self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """The elements; rows that no plain tensor has (padding) are zero."""
+        """Assemble the elements; rows in no plain tensor (padding) are zero."""
         whole: torch.Tensor | None = None
         for plain, values in self.parts:
             if self.factor != 1.0:
@@ -279,7 +279,7 @@ class FromFile:
 
 
 def _require_range(values: torch.Tensor, dtype: torch.dtype, what: str) -> None:
-    """Refuse finite values that are inf in a narrower dtype."""
+    """Refuse finite values that overflow to inf in a narrower dtype."""
     both = dtype.is_floating_point and values.dtype.is_floating_point
     if not both or not values.numel():
         return
@@ -293,13 +293,13 @@ def _require_range(values: torch.Tensor, dtype: torch.dtype, what: str) -> None:
 # ---- wrapped models ---------------------------------------------------------------------------
 
 _ANYWHERE: Final = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""Pieces that wrappers of single layers put into names, and that no model has of its own."""
+"""Pieces that wrappers of single layers add to names, and that no bare model has."""
 
 
 def without_wrappers(foreign: Foreign, known: Collection[str]) -> tuple[Foreign, str]:
-    """The content of a file under the known names, those of the bare model, and what was removed.
+    """Return a file's content under the known names of the bare model, and the removed pieces.
 
-    A prefix is removed where all weights (or all states) have it: ``module.``, and any other after
+    A prefix is removed if all weights (or all states) have it: ``module.``, or any other without
     which all names are known.
     """
     weights, states = _bare(foreign.weights, known), _bare(foreign.states, known)
@@ -307,7 +307,7 @@ def without_wrappers(foreign: Foreign, known: Collection[str]) -> tuple[Foreign,
         twice = [name for name, count in Counter(names.values()).items() if count > 1]
         if twice:
             raise CheckpointError(
-                f"{foreign.path} has {twice[0]} twice, of a wrapped model and of a bare one."
+                f"{foreign.path} has {twice[0]} twice, of a wrapped model and of a bare model."
             )
     removed = {piece for new in (weights, states) for piece in _removed(new)}
     renamed = replace(
@@ -320,7 +320,7 @@ def without_wrappers(foreign: Foreign, known: Collection[str]) -> tuple[Foreign,
 
 
 def _bare(names: Iterable[str], known: Collection[str]) -> Mapping[str, str]:
-    """New name by old one."""
+    """Return the new names by the old ones."""
     split = {name: [piece for piece in name.split(".") if piece not in _ANYWHERE] for name in names}
     columns = zip(*(pieces[:-1] for pieces in split.values()), strict=False)
     shared = [column[0] for column in takewhile(lambda column: len({*column}) == 1, columns)]
@@ -333,7 +333,7 @@ def _bare(names: Iterable[str], known: Collection[str]) -> Mapping[str, str]:
 
 
 def _removed(new_names: Mapping[str, str]) -> Iterable[str]:
-    """The removed prefix, and pieces removed inside of names."""
+    """Yield the removed prefix, and pieces removed inside names."""
     for old, new in new_names.items():
         pieces = old.split(".")
         yield from (piece for piece in _ANYWHERE if piece in pieces)
@@ -343,8 +343,8 @@ def _removed(new_names: Mapping[str, str]) -> Iterable[str]:
             yield ".".join(prefix)
 
 
-def prefix_of_some(strange: Iterable[str], foreign: Foreign, known: Collection[str]) -> str:
-    """Why a prefix of unknown names was not removed; empty if they have none."""
+def explain_kept_prefix(strange: Iterable[str], foreign: Foreign, known: Collection[str]) -> str:
+    """Explain why a prefix of unknown names was not removed; empty if there is no prefix."""
     for dotted in strange:
         pieces = dotted.split(".")
         length = next((i for i in range(1, len(pieces)) if ".".join(pieces[i:]) in known), 0)
@@ -353,7 +353,7 @@ def prefix_of_some(strange: Iterable[str], foreign: Foreign, known: Collection[s
             other = next((n for n in sorted(foreign.names) if not n.startswith(prefix)), None)
             if other is not None:
                 return (
-                    f"; the prefix '{prefix}' is removed where all names have it, and {other} does "
-                    "not have it"
+                    f"; the prefix '{prefix}' is removed only if all names have it, and {other} "
+                    "does not"
                 )
     return ""

@@ -1,4 +1,4 @@
-"""Progress of a command on its error stream."""
+"""Progress reports on the error stream."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TextIO
 
 
 class ProgressReport:
-    """Counts bytes and prints how many of all are done.
+    """Counts bytes and prints the completed fraction.
 
     Args:
-        total: Bytes in all.
-        stream: Where it is printed: on one line of a terminal, else on a line now and then.
+        total: Total number of bytes.
+        stream: Output: one updated line on a terminal, else a line every 10 seconds.
     """
 
     def __init__(self, total: int, stream: TextIO = sys.stderr) -> None:
@@ -23,14 +23,14 @@ class ProgressReport:
         self._started = self._last = time.monotonic()
 
     def __call__(self, count: int) -> None:
-        """Add so many bytes."""
+        """Add to the number of completed bytes."""
         self._done += count
         if time.monotonic() - self._last >= self._interval:
             self._last = time.monotonic()
             self._print()
 
     def finish(self) -> None:
-        """Print that all is done."""
+        """Print completion."""
         self._done = self._total
         self._print()
         if self._is_terminal:

@@ -1,8 +1,8 @@
-"""A distributed checkpoint (PyTorch DCP as Megatron writes it), opened without a process group.
+"""Reads a distributed checkpoint (PyTorch DCP as written by Megatron) without a process group.
 
-torch plans what is read of which chunk (``create_read_items_for_chunk_list``). The bytes are read
-here: ``FileSystemReader`` compares neither their CRC nor their dtype with the index, and does not
-know chunks whose sizes lack prepended axes, as megatron-core writes them.
+torch plans the reads of each chunk (``create_read_items_for_chunk_list``). The bytes are read here:
+``FileSystemReader`` checks neither CRC nor dtype against the index, and does not support chunks
+whose sizes lack prepended axes, as megatron-core writes them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from megatron_muon.checkpoint.files import first_damage
 from megatron_muon.offline.common_state import RUN_CONFIG_FILE, CommonState, read_run_config
-from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.errors import CheckpointError, first_line
 from megatron_muon.offline.index import INDEX_FILE, Chunk, Place, TensorInfo, read_index
 from megatron_muon.offline.safe_pickle import Loaded, load_torch, require_known
 
@@ -36,10 +36,10 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def find_folder(path: Path, step: int | None = None) -> Path:
-    """The folder of one iteration.
+    """Return the folder of one iteration.
 
     Args:
-        path: That folder itself, or the one that a run saves into.
+        path: That folder, or a run's --save folder.
         step: Iteration; None for the last one.
     """
     if not path.is_dir():
@@ -47,18 +47,18 @@ def find_folder(path: Path, step: int | None = None) -> Path:
     if (path / INDEX_FILE).exists() or (path / BACKEND_FILE).exists():
         if step is not None and path.name != f"iter_{step:07d}":
             raise CheckpointError(
-                f"{path} is a checkpoint itself, and --step {step} asks for another."
+                f"{path} is a checkpoint itself, while --step {step} requests another one."
             )
         return path
     there = ", ".join(sorted(entry.name for entry in path.glob("iter_*")))
     if step is None and re.fullmatch(r"iter_\d+|release", path.name):
         raise CheckpointError(
-            f"{path} is no finished checkpoint: neither .metadata nor metadata.json is in it."
+            f"{path} is not a complete checkpoint: it has neither .metadata nor metadata.json."
         )
     last = last_step(path) if step is None else step
     if last is None:
         raise CheckpointError(
-            f"{path} is no checkpoint, and no folder that runs save into: it holds neither "
+            f"{path} is neither a checkpoint nor a run's --save folder: it holds neither "
             f"{INDEX_FILE} nor {TRACKER}{f', but {there}: name one of them' if there else ''}."
         )
     folder = path / (last if isinstance(last, str) else f"iter_{last:07d}")
@@ -70,34 +70,34 @@ def find_folder(path: Path, step: int | None = None) -> Path:
 
 
 def last_step(root: Path) -> int | Literal["release"] | None:
-    """The iteration that a run loads from a folder, None where none is named."""
+    """Return the iteration that a run loads from a folder, None without a tracker."""
     tracker = root / TRACKER
     if not tracker.exists():
         return None
     try:
         text = tracker.read_text(encoding="utf-8", errors="replace").strip()
     except OSError as error:
-        raise CheckpointError(f"{tracker} cannot be read ({error.strerror or error}).") from error
+        raise CheckpointError(f"{tracker} cannot be read ({first_line(error)}).") from error
     if text == "release":
         return "release"
     if not re.fullmatch(r"[0-9]{1,18}", text):
-        raise CheckpointError(f"{tracker} holds {text[:40]!r}, which is no iteration.")
+        raise CheckpointError(f"{tracker} holds {text[:40]!r}, which is not an iteration.")
     return int(text)
 
 
 class Checkpoint:
-    """A checkpoint of one iteration; opening it reads the index only.
+    """A checkpoint of one iteration; opening it reads only the index.
 
     Attributes:
-        folder: The folder that holds ``.metadata``.
+        folder: The folder of ``.metadata``.
         tensors: All tensors by key.
-        blobs: Places of all entries that are no tensors, by key.
+        blobs: Places of all non-tensor entries, by key.
         backend: Content of ``metadata.json``.
 
     Args:
-        path: The folder of an iteration, or the one that a run saves into.
+        path: The folder of an iteration, or a run's --save folder.
         step: Iteration; None for the last one.
-        run_config: A ``run_config.yaml``; None for the one that is in the folder, if any.
+        run_config: A ``run_config.yaml``; None for the one in the folder, if any.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Checkpoint:
     # ---- tensors ------------------------------------------------------------------------------
 
     def read(self, key: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A whole tensor, in its own or another dtype."""
+        """Read a whole tensor, in its own or another dtype."""
         shape = self._info(key).shape
         return self.read_box(key, [0] * len(shape), shape, dtype)
 
@@ -134,13 +134,13 @@ class Checkpoint:
         sizes: Sequence[int],
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """A box of a tensor, assembled from the chunks that overlap it, one at a time.
+        """Read a box of a tensor, assembled from the overlapping chunks one at a time.
 
         Args:
-            key: Of the tensor.
+            key: The tensor's key.
             offsets: First index along every axis.
             sizes: Size along every axis.
-            dtype: Of the result; None for the tensor's own.
+            dtype: Dtype of the result; None for the tensor's own.
         """
         info = self._info(key)
         ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
@@ -169,7 +169,7 @@ class Checkpoint:
             covered += math.prod(part.lengths)
         if covered != math.prod(sizes):
             raise CheckpointError(
-                f"the chunks of {key} cover {covered} of the {math.prod(sizes)} elements asked for."
+                f"the chunks of {key} cover {covered} of the {math.prod(sizes)} requested elements."
             )
         return torch.empty(tuple(sizes), dtype=dtype or info.dtype) if result is None else result
 
@@ -177,7 +177,7 @@ class Checkpoint:
         info, source = self._info(key), f"{key} in {chunk.place.file}"
         values = self._load(chunk.place, key).value
         if not isinstance(values, torch.Tensor):
-            raise CheckpointError(f"{source} is a {type(values).__name__} where a tensor belongs.")
+            raise CheckpointError(f"{source} is a {type(values).__name__}, not a tensor.")
         if values.dtype != info.dtype or values.numel() != math.prod(chunk.shape):
             raise CheckpointError(
                 f"{source} is {values.dtype} {tuple(values.shape)}, and the index says "
@@ -197,11 +197,11 @@ class Checkpoint:
     # ---- the rest -----------------------------------------------------------------------------
 
     def read_blob(self, key: str) -> Loaded:
-        """An entry that is no tensor: random state, extra state, a sharded object."""
+        """Read a non-tensor entry: random state, extra state, a sharded object."""
         return self._load(self.blobs[key], key)
 
-    def blobs_to_pass_on(self) -> dict[str, Place]:
-        """All entries but tensors and the common state."""
+    def blobs_to_copy(self) -> dict[str, Place]:
+        """Return the non-tensor entries except the common state; refuse unknown packages."""
         found = {key: place for key, place in self.blobs.items() if key != COMMON_KEY}
         for key in found:
             require_known(self.read_blob(key), key)
@@ -209,7 +209,7 @@ class Checkpoint:
 
     @cached_property
     def common(self) -> CommonState:
-        """The common state, a file or an entry."""
+        """The common state, from a file or an entry."""
         path = self.folder / COMMON_FILE
         if path.exists():
             with path.open("rb") as stream:
@@ -222,7 +222,7 @@ class Checkpoint:
             )
         value = loaded.value
         if isinstance(value, list) and len(value) == 1:
-            value = value[0]  # a sharded object stands in a list
+            value = value[0]  # a sharded object is in a list
         if not isinstance(value, dict):
             raise CheckpointError(f"the common state of {self.folder} is a {type(value).__name__}.")
         own = self.folder / RUN_CONFIG_FILE
@@ -242,7 +242,7 @@ def _read_backend(folder: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} is no finished checkpoint: its metadata.json is missing."
+            f"{folder} is not a complete checkpoint: its metadata.json is missing."
         ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from error
@@ -256,7 +256,7 @@ def _read_backend(folder: Path) -> dict[str, Any]:
 
 
 class _Window(io.RawIOBase):
-    """A part of a file as a file; ``_create_file_view`` of torch seeks from its end wrongly."""
+    """A part of a file as a file; torch's ``_create_file_view`` seeks incorrectly from the end."""
 
     def __init__(self, folder: Path, place: Place) -> None:
         self._stream = (folder / place.file).open("rb", buffering=0)

@@ -1,4 +1,4 @@
-"""Orth-Dion's right factors of a checkpoint that has none."""
+"""Computes Orth-Dion's right factors for a checkpoint without them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megatron_muon.offline.settings import ConvertSettings, no_split_flag
 from megatron_muon.optim.dion_rule import OrthDionRule, seeded_right_factor
 
 EXACT_SIDE = 256
-"""Up to this short side the eigenvectors of the Gram matrix are computed."""
+"""Largest short side for which the eigenvectors of the Gram matrix are computed."""
 
 ITERATIONS = 3
-"""Of the subspace iteration above it; it starts from the seeded V and need not converge, for every
-step of Orth-Dion is one more."""
+"""Subspace iterations above it, from the seeded V; they need not converge, as every step of
+Orth-Dion is a further one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +34,8 @@ class Factor:
         name: Name of the matrix.
         rows: Half-open row intervals of the matrix in its parameter.
         shape: Shape of the parameter.
-        momentum: The parameter's momentum, or what is proportional to it, of which V is the leading
-            right singular subspace; None for the V that training starts with.
+        momentum: The parameter's momentum up to a factor; V is its leading right singular subspace.
+            None for the seeded V of a new run.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Factor:
     def tensor(
         self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        """V (short side, rank); the seeded one of a momentum that is zero."""
+        """Compute V (short side, rank); the seeded V for a zero momentum."""
         if self.momentum is None:
             return seeded_right_factor(self.name, shape[0], shape[1], dtype=dtype)
         start = seeded_right_factor(self.name, shape[0], shape[1])
@@ -57,16 +57,16 @@ class Factor:
 
 
 def leading_right_subspace(matrix: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """Orthonormal basis of the leading right singular subspace of a matrix with m >= n.
+    """Compute an orthonormal basis of the leading right singular subspace of a tall matrix.
 
-    A matrix with m < n is transposed first, as Orth-Dion does.
+    A matrix with m < n is transposed first, as in Orth-Dion.
 
     Args:
         matrix: (m, n), fp32.
-        start: (short side, rank), where a subspace iteration starts.
+        start: (short side, rank), start of a subspace iteration.
 
     Returns:
-        (short side, rank), fp32; ``start`` itself when the matrix is zero or not finite.
+        (short side, rank), fp32; ``start`` if the matrix is zero or not finite.
     """
     m, n = matrix.shape
     tall = matrix if m >= n else matrix.T
@@ -79,7 +79,7 @@ def leading_right_subspace(matrix: torch.Tensor, start: torch.Tensor) -> torch.T
             _, vectors = torch.linalg.eigh(tall.T.double() @ tall.double())
             leading: torch.Tensor = vectors[:, -start.shape[1] :].flip(1).float()
             return leading.contiguous()
-        # Once, and by half: cheaper than two products with a tall matrix in every iteration.
+        # One symmetric product is cheaper than two tall products in every iteration.
         side = tall.shape[1]
         gram32 = tall.new_empty(side, side)
         gram(tall.T.contiguous().unsqueeze(0), out=gram32.unsqueeze(0))
@@ -95,22 +95,22 @@ def factor_tensors(
     momentum: Box | None,
     kept: Mapping[str, TensorInfo],
 ) -> Iterator[OutTensor]:
-    """The right factors of all matrices of a parameter, named as ``logical_matrices`` names them.
+    """Yield the right factors of all matrices of a parameter, named as by ``logical_matrices``.
 
     Args:
         parameter: The parameter.
         settings: Settings of the conversion.
-        momentum: Its momentum, None when that starts at zero.
-        kept: Right factors of the source; one of the right shape is copied.
+        momentum: Its momentum, None if it starts at zero.
+        kept: Right factors of the source; one of matching shape and dtype is copied.
     """
     matrix = settings.matrix
     rule = merged_rule(matrix.rules, parameter.name)
     split = matrix.split_of(parameter.family, parameter.packing, rule)
     if parameter.problem and split != "none":
         raise CheckpointError(
-            f"{parameter.name} cannot be cut into its matrices: {parameter.problem}; or keep all "
-            f"such weights one matrix each with {no_split_flag(parameter.family)}, or send it to "
-            f"Adam with --matrix-rule '{parameter.name}:optimizer=adam', in training, too."
+            f"{parameter.name} cannot be split into its matrices: {parameter.problem}; or treat "
+            f"each such weight as one matrix with {no_split_flag(parameter.family)}, or assign it "
+            f"to Adam with --matrix-rule '{parameter.name}:optimizer=adam', also in training."
         )
     ranks = OrthDionRule(
         rank_fraction=matrix.rank_fraction,
@@ -133,5 +133,5 @@ def factor_tensors(
             shape=parameter.facts.shape,
             momentum=None if is_seeded else momentum,
         )
-        words = "the seeded start" if is_seeded else "leading right subspace of the momentum"
+        words = "seeded" if is_seeded else "leading right subspace of the momentum"
         yield in_one_chunk(key, shape, settings.v_dtype, f"V, {words}", value)

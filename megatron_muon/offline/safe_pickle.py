@@ -1,14 +1,14 @@
-"""Pickles of a checkpoint, read without running anything that is in them.
+"""Reads pickles of a checkpoint without executing them.
 
 An ordinary unpickler calls the functions and classes that a pickle names. Here a name on the
-allow-list becomes what it says, and any other an inert stand-in, which keeps its name, arguments
-and state, calls nothing, and can be written again as it was: the arguments that Megatron saves hold
+allow-list is resolved, and any other becomes an inert stand-in, which records its name, arguments
+and state, calls nothing, and can be written back unchanged: the arguments saved by Megatron contain
 its own enumerations and settings.
 
-The allow-list is that of ``torch.load(weights_only=True)``, which itself is not enough here. With a
+The allow-list is that of ``torch.load(weights_only=True)``, which alone does not suffice. With a
 stub for each name of ``get_unsafe_globals_in_checkpoint`` it reads Megatron's enumerations, but it
-refuses the pickle protocol of ``.metadata`` and instances of subclasses of dict, and does
-not compare the CRC of what it reads.
+refuses the pickle protocol of ``.metadata`` and instances of dict subclasses, and does not check
+CRCs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch._weights_only_unpickler import _get_allowed_globals
 from megatron_muon.offline.errors import CheckpointError
 
 WRITTEN_AGAIN: Final = ("megatron.", "transformer_engine.", "emerging_optimizers.")
-"""Packages with names that are written again as stand-ins; all others are only read."""
+"""Packages whose stand-ins are written back; those of all others are only read."""
 
 WRITTEN_AGAIN_NAMES: Final = frozenset(
     {
@@ -45,16 +45,16 @@ WRITTEN_AGAIN_NAMES: Final = frozenset(
         "signal.Signals",
     }
 )
-"""Further such names: numpy has others that run text (random state holds arrays)."""
+"""Further such names (random state contains arrays); other names of numpy execute text."""
 
 _PIECE: Final = 1 << 22
-"""Bytes that are read at once."""
+"""Bytes read at a time."""
 
 
 def _encode_latin1(text: str, encoding: str = "latin1") -> bytes:
-    """``_codecs.encode`` as a pickle of protocol 2 calls it for bytes; codecs can be anything."""
+    """Replace ``_codecs.encode``, which protocol 2 calls for bytes, for this codec only."""
     if encoding != "latin1":
-        raise pickle.UnpicklingError(f"asks for the codec {encoding!r}")
+        raise pickle.UnpicklingError(f"requests the codec {encoding!r}")
     return text.encode(encoding)
 
 
@@ -68,24 +68,24 @@ ALLOWED: Final[Mapping[str, Any]] = {
     "_io.BytesIO": io.BytesIO,
     "_codecs.encode": _encode_latin1,
 }
-"""Dotted name to what it becomes; none of them runs code or opens anything."""
+"""Dotted name to its value; none of them executes code or opens a file."""
 
 
 class InertType(type):
-    """Type of a stand-in; calling it (a pickle's REDUCE) runs nothing."""
+    """Type of a stand-in; calling it (a pickle's REDUCE) executes nothing."""
 
     module_name: str
     global_name: str
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A stand-in of this type."""
+        """Create a stand-in of this type."""
         made: Any = Inert.__new__(cls, *args, **kwargs)  # type: ignore[arg-type]
         made.is_called = True
         return made
 
     @property
     def full_name(cls) -> str:
-        """Dotted name that the pickle gave."""
+        """Dotted name in the pickle."""
         return f"{cls.module_name}.{cls.global_name}"
 
 
@@ -100,7 +100,7 @@ class Inert(metaclass=InertType):
     is_called: bool
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Without a call (a pickle's NEWOBJ)."""
+        """Create a stand-in without a call (a pickle's NEWOBJ)."""
         made = object.__new__(cls)
         made.args, made.kwargs, made.state = args, kwargs, None
         made.elements, made.items = [], []
@@ -111,11 +111,11 @@ class Inert(metaclass=InertType):
         self.state = state
 
     def extend(self, values: Iterable[Any]) -> None:
-        """Elements of what the pickle treats as a list."""
+        """Record elements of an object that the pickle treats as a list."""
         self.elements.extend(values)
 
     def append(self, value: Any) -> None:
-        """One of them."""
+        """Record one element."""
         self.elements.append(value)
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -125,7 +125,7 @@ class Inert(metaclass=InertType):
         values = ", ".join(repr(value) for value in self.args)
         return f"{type(self).full_name}({values})"
 
-    # Equal to what says the same, so that settings can be compared.
+    # Equal by content, so that settings can be compared.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Inert) and self._content() == other._content()
 
@@ -139,14 +139,14 @@ class Inert(metaclass=InertType):
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """An object from a pickle, and the dotted names of everything in it that became a stand-in."""
+    """An object from a pickle, and the dotted names of its stand-ins."""
 
     value: Any
     inert: frozenset[str]
 
     @property
     def foreign(self) -> list[str]:
-        """Stand-ins of packages that have no business in a checkpoint."""
+        """Stand-ins of packages that do not belong in a checkpoint."""
         return sorted(
             name
             for name in self.inert
@@ -155,16 +155,16 @@ class Loaded:
 
 
 def require_known(loaded: Loaded, what: str) -> None:
-    """Refuse to write again names of functions or classes of unknown packages."""
+    """Refuse to write back functions or classes of unknown packages."""
     if loaded.foreign:
         raise CheckpointError(
-            f"{what} refers to {loaded.foreign[0]}, which has no business in a checkpoint; it was "
-            "not run, and is not passed on."
+            f"{what} refers to {loaded.foreign[0]}, which does not belong in a checkpoint; it was "
+            "not executed and is not copied."
         )
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads a pickle; with an archive, what ``torch.save`` wrote under ``root`` in it."""
+    """Reads a pickle; with an archive, also the storages of ``torch.save`` under ``root``."""
 
     def __init__(
         self,
@@ -183,9 +183,9 @@ class _Unpickler(pickle.Unpickler):
         full = f"{module.replace('__builtin__', 'builtins')}.{name}"
         if full in self._names:
             return self._names[full]
-        # Written again as a line each: a line more in a name would be an instruction.
+        # Names are written back as lines, so a line break in a name would be an instruction.
         if not all(part.isidentifier() for part in full.split(".")):
-            raise pickle.UnpicklingError(f"refers to {module!r} {name!r}, which is no name")
+            raise pickle.UnpicklingError(f"refers to {module!r} {name!r}, which is not a name")
         if full not in self.inert:
             names = {"module_name": module, "global_name": name}
             self.inert[full] = InertType(name, (Inert,), names)
@@ -193,7 +193,7 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         if self._archive is None:
-            raise pickle.UnpicklingError("refers to data outside of it")
+            raise pickle.UnpicklingError("refers to external data")
         kind, storage, key, _, numel = pid
         dtype = torch.uint8 if storage is torch.UntypedStorage else getattr(storage, "dtype", None)
         if kind != "storage" or not isinstance(dtype, torch.dtype):
@@ -209,10 +209,10 @@ class _Unpickler(pickle.Unpickler):
 def _read_storage(
     archive: zipfile.ZipFile, name: str, numel: int, dtype: torch.dtype
 ) -> torch.UntypedStorage:
-    """The bytes of a storage, read piece by piece into their place; zipfile checks their CRC."""
+    """Read a storage piece by piece; zipfile checks its CRC."""
     size = archive.getinfo(name).file_size
     if size != numel * dtype.itemsize:
-        raise pickle.UnpicklingError(f"has {size} bytes where {numel} elements of {dtype} belong")
+        raise pickle.UnpicklingError(f"has {size} bytes for {numel} elements of {dtype}")
     data = torch.empty(size, dtype=torch.uint8)
     view, done = memoryview(data.numpy()), 0
     with archive.open(name) as stream:
@@ -223,7 +223,7 @@ def _read_storage(
 
 
 def load_pickle(stream: IO[bytes], *, source: str, more: Mapping[str, Any] | None = None) -> Loaded:
-    """Read one plain pickle; ``more`` are dotted names that become real things, too."""
+    """Read one plain pickle; ``more`` extends the allow-list."""
     return _load(_Unpickler(stream, more or {}), source)
 
 
@@ -241,7 +241,7 @@ def load_torch(stream: IO[bytes], *, source: str) -> Loaded:
                 raise CheckpointError(f"{source} was written by a big-endian machine.")
             return _load(_Unpickler(io.BytesIO(archive.read(pickled)), {}, archive, root), source)
     except (zipfile.BadZipFile, KeyError, EOFError, OSError, NotImplementedError) as error:
-        raise CheckpointError(f"{source} is damaged or not of torch.save: {error}.") from error
+        raise CheckpointError(f"{source} is damaged or not a torch.save file: {error}.") from error
 
 
 def _load(unpickler: _Unpickler, source: str) -> Loaded:
@@ -249,14 +249,14 @@ def _load(unpickler: _Unpickler, source: str) -> Loaded:
         value = unpickler.load()
     except (CheckpointError, zipfile.BadZipFile):
         raise
-    except Exception as error:  # a foreign pickle can fail in any way
+    except Exception as error:  # a malformed pickle can fail in any way
         raise CheckpointError(f"{source} cannot be read as a pickle: {error}.") from error
     names = frozenset(kind.full_name for kind in unpickler.inert.values())
     return Loaded(value=value, inert=names)
 
 
 class _Pickler(pickle._Pickler):
-    """Writes stand-ins as what they stand for; in Python, for only that can be taught it."""
+    """Writes stand-ins as the original objects; only the pickler in Python can be extended so."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, pathlib.PurePosixPath):
@@ -281,7 +281,7 @@ class _Pickler(pickle._Pickler):
 
 
 def dump_torch(value: Any) -> bytes:
-    """The file of ``torch.save`` for a value of ``load_torch``, stand-ins included."""
+    """Return the ``torch.save`` file of a value of ``load_torch``, including stand-ins."""
     stream = io.BytesIO()
     module = types.SimpleNamespace(Pickler=_Pickler, __name__="megatron_muon")
     torch.save(value, stream, pickle_module=module)

@@ -1,4 +1,4 @@
-"""Settings of ``convert``: flags on top of those that the run was saved with."""
+"""Settings of ``convert``: its flags, then those of the saved run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from megatron_muon.offline.errors import CheckpointError
 from megatron_muon.offline.parameters import StoredParameter
 
 TARGETS = ("adam", "dmuon", "orth_dion", "muon")
-"""Optimizers to convert to; ``muon`` is megatron-core's own, layer-wise."""
+"""Target optimizers; ``muon`` is megatron-core's own, layer-wise."""
 
 OFFLINE = tuple(flag for flag in FLAGS if flag.offline)
-"""Flags of training that say what is a matrix and how large its factors are."""
+"""Flags of training that select matrices and size their factors."""
 
 
 def no_split_flag(family: Family) -> str:
-    """The flag that keeps the packed weights of a family one matrix each."""
+    """Return the flag that treats each packed weight of a family as one matrix."""
     return next(flag.name for flag in OFFLINE if flag.field == f"split_{family}")
 
 
@@ -39,9 +39,9 @@ class ConvertSettings:
     Attributes:
         to: One of ``TARGETS``.
         matrix: Settings of the target's matrices.
-        heavy_ball: β when the source's momentum is a sum of gradients and no average.
-        momentum_start: ``source``, or ``zero`` to let the matrices start without momentum.
-        right_factor: Where Orth-Dion's V comes from: ``momentum`` or ``seeded``.
+        heavy_ball: β if the source's momentum is a sum of gradients, not an average.
+        momentum_start: ``source``, or ``zero`` to start matrices without momentum.
+        right_factor: Source of Orth-Dion's V: ``momentum`` or ``seeded``.
     """
 
     to: str
@@ -52,22 +52,22 @@ class ConvertSettings:
 
     @property
     def v_dtype(self) -> torch.dtype:
-        """Element type of V."""
+        """Dtype of V."""
         return STATE_DTYPES[self.matrix.state_dtype]
 
 
 def add_matrix_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of training that say what is a matrix and how large its factors are."""
+    """Add the flags of training that select matrices and size their factors."""
     group = parser.add_argument_group(
-        "as in training", "Default: what the checkpoint's run was given, else training's default."
+        "as in training", "Default: the value of the checkpoint's run, else training's default."
     )
     for flag in OFFLINE:
         only = "" if flag.optimizers == OPTIMIZERS else f"With --to {flag.optimizers[0]}: "
         add_flag(group, flag, default=None, help=only + flag.help)
 
 
-def require_meaning(options: argparse.Namespace, source: str) -> None:
-    """Refuse flags that change nothing."""
+def require_effect(options: argparse.Namespace, source: str) -> None:
+    """Refuse flags without effect."""
     target = options.to
     idle = {flag.dest: flag.name for flag in OFFLINE if target not in flag.optimizers}
     if target != "orth_dion":
@@ -85,7 +85,7 @@ def require_meaning(options: argparse.Namespace, source: str) -> None:
 
 
 def matrix_settings(options: argparse.Namespace, common: CommonState) -> MatrixConfig:
-    """Settings of the target's matrices: flags first, then the saved run's, then the defaults."""
+    """Return the settings of the target's matrices: flags, else the saved run's, else defaults."""
     given: dict[str, Any] = {}
     has_rules = options.matrix_rules is not None or options.matrix_rule is not None
     for flag in _flags_of(options.to):
@@ -94,8 +94,8 @@ def matrix_settings(options: argparse.Namespace, common: CommonState) -> MatrixC
             value = common.argument(flag.dest)
             if flag.dest == "matrix_rules" and value is not None and not Path(value).exists():
                 raise CheckpointError(
-                    f"the checkpoint's run had --matrix-rules {value}, which is not here: name the "
-                    "file."
+                    f"the checkpoint's run had --matrix-rules {value}, which does not exist here: "
+                    "name the file."
                 )
         if value is not None:
             given[flag.dest] = value
@@ -107,7 +107,7 @@ def matrix_settings(options: argparse.Namespace, common: CommonState) -> MatrixC
 
 
 def saved_flags(settings: ConvertSettings) -> dict[str, Any]:
-    """Our flags as a run of the target would have saved them."""
+    """Return our flags as a run of the target would save them."""
     found = {flag.dest: getattr(settings.matrix, flag.field) for flag in _flags_of(settings.to)}
     rules = [_text(rule) for rule in settings.matrix.rules]
     return found | {"matrix_rules": None, "matrix_rule": rules}
@@ -126,7 +126,7 @@ def _text(rule: Rule) -> str:
 def target_routes(
     parameters: Sequence[StoredParameter], settings: ConvertSettings
 ) -> dict[str, bool]:
-    """True for parameters that are matrices by the rules of training, by name."""
+    """Return, by name, whether a parameter is a matrix by the rules of training."""
     names = [parameter.name for parameter in parameters]
     unmatched = unmatched_rules(settings.matrix.rules, names)
     if unmatched:
@@ -138,44 +138,42 @@ def target_routes(
     if settings.to == "adam":
         return dict.fromkeys(names, False)
     if settings.to == "muon":
-        upstreams = {parameter.name: _is_upstreams(parameter) for parameter in parameters}
-        if not any(upstreams.values()):
-            raise CheckpointError(
-                "no parameter has two dimensions and goes to megatron-core's muon."
-            )
-        return upstreams
+        routes = {parameter.name: _is_upstream_matrix(parameter) for parameter in parameters}
+        if not any(routes.values()):
+            raise CheckpointError("megatron-core's muon would train none of the parameters.")
+        return routes
     rules, min_dim = settings.matrix.rules, settings.matrix.min_dim
     try:
-        routes = {
+        chosen = {
             p.name: route(p.facts, merged_rule(rules, p.name), min_dim=min_dim) for p in parameters
         }
     except ValueError as error:
         raise CheckpointError(f"{error}.") from error
-    found = {name: chosen.optimizer == "matrix" for name, chosen in routes.items()}
-    if not any(found.values()):
-        reasons = Counter(chosen.reason for chosen in routes.values()).most_common()
+    routes = {name: to.optimizer == "matrix" for name, to in chosen.items()}
+    if not any(routes.values()):
+        reasons = Counter(to.reason for to in chosen.values()).most_common()
         raise CheckpointError(
             f"no parameter is a matrix by the rules, so there is nothing for {settings.to} to "
             f"train: {', '.join(f'{count} {reason}' for reason, count in reasons)} "
             f"(--matrix-min-dim is {min_dim})."
         )
-    return found
+    return routes
 
 
-def _is_upstreams(parameter: StoredParameter) -> bool:
-    """megatron-core's ``_is_nonlinear_or_embedding``: routers and position embeddings are its."""
+def _is_upstream_matrix(parameter: StoredParameter) -> bool:
+    """Apply megatron-core's ``_is_nonlinear_or_embedding``: its muon trains routers as well."""
     pieces = parameter.name.split(".")
     is_flagged = "word_embeddings" in pieces or "output_layer" in pieces
     return len(parameter.facts.shape) == 2 and not is_flagged
 
 
 def parse_version(text: str) -> tuple[int, int]:
-    """(major, minor) of ``0.19`` or ``0.19.2``.
+    """Return (major, minor) of ``0.19`` or ``0.19.2``.
 
     Raises:
-        argparse.ArgumentTypeError: It is no version.
+        argparse.ArgumentTypeError: The text is not a version.
     """
     match = re.match(r"(\d+)\.(\d+)", text)
     if match is None or (int(match[1]), int(match[2])) < (0, 5):
-        raise argparse.ArgumentTypeError(f"'{text}' is no version; type for example 0.19")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a version; type for example 0.19")
     return int(match[1]), int(match[2])

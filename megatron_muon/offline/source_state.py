@@ -1,4 +1,4 @@
-"""The optimizer state of a checkpoint: which optimizer's, and the box of each parameter."""
+"""The optimizer state of a checkpoint: the optimizer, and the box of each parameter's states."""
 
 from __future__ import annotations
 
@@ -30,39 +30,38 @@ from megatron_muon.offline.reading import Checkpoint
 Optimizer = Literal["adam", "muon", "dmuon", "orth_dion", "none", "unknown"]
 
 GROUP_KEY = "matrix_optimizer"
-"""Key of our groups of matrices, ``integration.combined_optimizer.MATRIX_GROUP_KEY``."""
+"""Key that marks our groups of matrices (``integration.combined_optimizer.MATRIX_GROUP_KEY``)."""
 
 BUCKETS = (
-    "holds Adam's state as dp_reshardable, whose flat buckets do not say which element belongs to "
-    "which parameter"
+    "holds Adam's state as dp_reshardable, whose flat buckets do not map elements to parameters"
 )
 RESHARD = (
-    "load it with --optimizer adam at the layout that it was saved with, and save it with "
-    "--dist-ckpt-optim-fully-reshardable (one iteration is enough); then take that. With fp32 "
-    "weights megatron-core 0.19.2 cannot load it ('a view of a leaf Variable'): there train with "
-    "the flag from the start"
+    "load it with --optimizer adam at the layout of its run, and save it with "
+    "--dist-ckpt-optim-fully-reshardable (one iteration is enough); then use that checkpoint. With "
+    "fp32 weights megatron-core 0.19.2 cannot load it ('a view of a leaf Variable'): train such a "
+    "model with the flag from the start"
 )
-_KNOWN = "Known are Megatron's Adam, its muon, dmuon and Orth-Dion"
+_SUPPORTED = "Supported are Megatron's Adam and muon, dmuon and Orth-Dion"
 
 
 class SourceState:
-    """The model and all optimizer state of a checkpoint.
+    """The model and optimizer state of a checkpoint.
 
     Attributes:
         common: The common state.
         model: Tensors of the model part, by key.
-        parameters: Their parameters, by key.
-        optimizer: Which optimizer wrote it.
+        parameters: Parameters of every tensor, by key.
+        optimizer: The optimizer that wrote the state.
         groups: Parameter groups of all its optimizers.
-        states: Its boxes, by parameter name and by state (``fp32_param`` of masters).
-        factors: Right factors by the name of their matrix.
-        grad_scaler: State of the gradient scaler, None without one.
-        step_in_state: True when Adam's step count was beside its state, where torch's Adam keeps
-            it, and not in its groups, as Transformer Engine's and Apex's.
+        states: Boxes by parameter name and state (``fp32_param`` of masters).
+        factors: Right factors by matrix name.
+        grad_scaler: State of the gradient scaler, or None.
+        step_in_state: True if Adam's step count is in its state, as in torch's Adam, and not in
+            its groups, as in Transformer Engine's and Apex's.
 
     Args:
         checkpoint: The checkpoint.
-        may_lack: Whether weights alone will do.
+        may_lack: True to accept weights without optimizer state.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, may_lack: bool = False) -> None:
@@ -87,7 +86,7 @@ class SourceState:
                 self.states[name][state] = whole(info)
             elif state:
                 raise CheckpointError(
-                    f"{key} belongs to no parameter of the model part of {checkpoint.folder}."
+                    f"{key} does not belong to any model parameter of {checkpoint.folder}."
                 )
         for name, found in self.states.items():
             _require_fit(by_name[name], found)
@@ -104,28 +103,28 @@ class SourceState:
         steps = [int(group["step"]) for group in self.groups if "step" in group]
         if not steps and any(ADAM_STATES[0] in states for states in self.states.values()):
             raise CheckpointError(
-                "the checkpoint's common state does not say how many steps Adam has made (step of "
-                "a group, or common_step), which its bias correction needs."
+                "the checkpoint's common state has no step count of Adam (step of a group, or "
+                "common_step), which its bias correction requires."
             )
         return max(steps, default=0)
 
     def momentum_convention(self, heavy_ball: float | None = None) -> Convention:
-        """That of ``momentum_buffer``; ``heavy_ball`` is β when the user says that it is a sum."""
+        """Return the convention of ``momentum_buffer``; ``heavy_ball`` is β of a sum."""
         return matrix_convention(self.optimizer, self.common, self.groups, heavy_ball)
 
 
 def has_buckets(checkpoint: Checkpoint) -> bool:
-    """True when the state is ``dp_reshardable``: flat buckets."""
+    """Return True for ``dp_reshardable`` state: flat buckets."""
     return any(".gbuf_idx_" in key for key in checkpoint.tensors)
 
 
 def optimizer_of(checkpoint: Checkpoint) -> Optimizer:
-    """The optimizer that wrote the state, detected by its groups and keys."""
+    """Detect the optimizer that wrote the state from its groups and keys."""
     states = {known[0] for key in checkpoint.tensors if (known := split_state_key(key))}
     if has_buckets(checkpoint):
         return "adam"
     groups = param_groups(checkpoint.common)
-    # The ``momentum_buffer`` of SGD is a sum of gradients, and of every parameter.
+    # SGD also has a ``momentum_buffer``: a sum of gradients, of every parameter.
     is_sgd = any("dampening" in group for group in groups)
     if is_sgd or any(map(unknown_state, checkpoint.tensors)):
         return "unknown"
@@ -138,9 +137,9 @@ def optimizer_of(checkpoint: Checkpoint) -> Optimizer:
 
 
 def param_groups(common: CommonState) -> tuple[dict[str, Any], ...]:
-    """The groups of all optimizers of a chain, in order; empty where none are in common state.
+    """Return the groups of all chained optimizers, in order; empty without optimizer state.
 
-    A step count that the state of an optimizer has for all of its groups is put into each.
+    A step count in the state of an optimizer is added to each of its groups.
     """
     found = []
     for state in map(_inner, _optimizers(common)):
@@ -151,7 +150,7 @@ def param_groups(common: CommonState) -> tuple[dict[str, Any], ...]:
 
 
 def _inner(state: dict[str, Any]) -> dict[str, Any]:
-    """The state dict of torch's optimizer: that of megatron-core, for fp32, is this itself."""
+    """Return the state dict of torch's optimizer, which megatron-core does not wrap in fp32."""
     inner = state.get("optimizer")
     return inner if isinstance(inner, dict) else state
 
@@ -172,33 +171,33 @@ def _step_in_state(state: dict[str, Any]) -> Any:
 
 
 def _require_known(checkpoint: Checkpoint, kind: Optimizer, *, may_lack: bool) -> None:
-    """Refuse state that cannot be read, is of an unknown optimizer, or is not there."""
+    """Refuse state that is unreadable, of an unknown optimizer, or missing."""
     folder = checkpoint.folder
     if has_buckets(checkpoint):
         raise CheckpointError(f"{folder} {BUCKETS}: {RESHARD}.")
     unknown = next(filter(unknown_state, checkpoint.tensors), None)
     if unknown is not None:
         raise CheckpointError(
-            f"{folder} holds {unknown}, state of an optimizer that is not known. {_KNOWN}."
+            f"{folder} holds {unknown}, state of an unknown optimizer. {_SUPPORTED}."
         )
     if kind == "unknown":
-        raise CheckpointError(f"{folder} was saved by SGD. {_KNOWN}.")
+        raise CheckpointError(f"{folder} was saved by SGD. {_SUPPORTED}.")
     if kind == "none" and not may_lack:
         raise CheckpointError(
             f"{folder} holds no optimizer state to convert (it was saved with --no-save-optim, or "
-            "of another optimizer)."
+            "by an unsupported optimizer)."
         )
 
 
 def _require_fit(parameter: StoredParameter, states: Mapping[str, Box]) -> None:
-    """Refuse half of Adam's state, and state of another shape or of integers."""
+    """Refuse one of Adam's two moments alone, and state of another shape or of integers."""
     name, shape = parameter.name, parameter.facts.shape
     there = [state for state in ADAM_STATES if state in states]
     if len(there) == 1:
         (missing,) = set(ADAM_STATES) - set(there)
         raise CheckpointError(
-            f"the checkpoint has {there[0]} of {name} without {missing}, as Lion keeps it; the "
-            "state of that optimizer is not known."
+            f"the checkpoint has {there[0]} of {name} without {missing}, like Lion's state, which "
+            "is not supported."
         )
     for box in states.values():
         info = box.info
@@ -208,9 +207,9 @@ def _require_fit(parameter: StoredParameter, states: Mapping[str, Box]) -> None:
         )
         if not fits or box.shape[len(box.shape) - len(shape) :] != shape:
             raise CheckpointError(
-                f"{info.key} has shape {info.shape}, which is not that of the parameter {name}."
+                f"{info.key} has shape {info.shape}, which does not fit the parameter {name}."
             )
         if not info.dtype.is_floating_point:
             raise CheckpointError(
-                f"{info.key} has element type {info.dtype}, which is no floating-point type."
+                f"{info.key} has dtype {info.dtype}, which is not a floating-point dtype."
             )

@@ -1,4 +1,4 @@
-"""Files of ``torch.save``: read without running anything, written one tensor at a time."""
+"""``torch.save`` files: read without executing code, written one tensor at a time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.errors import CheckpointError, first_line
+from megatron_muon.offline.outputs import require_form
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToWrite:
-    """A tensor of a file that is written; ``make`` is called once, when its turn comes."""
+    """A tensor to be written; ``make`` is called once, when it is written."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -38,20 +39,20 @@ def write_torch_file(
     overwrite: bool,
     progress: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Write a file for ``torch.load``, with no more than one tensor in memory at a time.
+    """Write a file for ``torch.load``, with at most one tensor in memory.
 
-    The file is written without the tensors' elements first (``torch.serialization.skip_data``),
-    which are then put in their places. It appears under its name when it is complete.
-    ``HuggingFaceStorageWriter`` is not used: it holds all tensors of a file.
+    The file is first written without elements (``torch.serialization.skip_data``), which are then
+    filled in. It appears under its name when complete. ``HuggingFaceStorageWriter`` is not used, as
+    it holds all tensors of a file.
 
     Args:
         path: The file.
-        content: Nested dicts and lists of plain values, with ``ToWrite`` where tensors go.
-        overwrite: Replace a file that is there.
-        progress: Called with the bytes of every tensor that is written.
+        content: Nested dicts and lists of plain values, with ``ToWrite`` for tensors.
+        overwrite: Replace an existing file.
+        progress: Called with the bytes of every written tensor.
     """
     if path.suffix == ".safetensors":
-        raise CheckpointError(f"{path} would be a file of torch.save; name it .pt.")
+        raise CheckpointError(f"{path} would be a torch.save file; name it .pt.")
     staging = path.with_name(f".{path.name}.writing.{os.getpid()}")
     try:
         if path.is_dir():
@@ -60,10 +61,9 @@ def write_torch_file(
             raise CheckpointError(f"{path} exists; type --overwrite to replace it.")
         _write(staging, content, progress)
         staging.replace(path)
-    except (OSError, RuntimeError) as error:  # torch's writer reports a full disk by the latter
-        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+    except (OSError, RuntimeError) as error:  # torch's writer reports a full disk as the latter
         raise CheckpointError(
-            f"{path} cannot be written ({reason}), and nothing was left of it."
+            f"{path} cannot be written ({first_line(error)}), and no partial output was left."
         ) from error
     finally:
         with suppress(OSError):
@@ -80,11 +80,7 @@ def _write(path: Path, content: Mapping[str, Any], progress: Callable[[int], Non
         pairs = zip(tensors_in(content), tensors_in(places), strict=True)
         for (steps, wanted), (_, place) in pairs:
             values = wanted.make()
-            if values.dtype != wanted.dtype or tuple(values.shape) != wanted.shape:
-                raise CheckpointError(
-                    f"{'.'.join(map(str, steps))} came out as {values.dtype} "
-                    f"{tuple(values.shape)}, and is to be {wanted.dtype} {wanted.shape}."
-                )
+            require_form(values, wanted.shape, wanted.dtype, ".".join(map(str, steps)))
             if values.numel():
                 stream.seek(place.untyped_storage()._checkpoint_offset)
                 data = memoryview(values.contiguous().flatten().view(torch.uint8).numpy())
@@ -103,7 +99,7 @@ def _outline(content: Any) -> Any:
 
 
 def tensors_in(content: Any, steps: tuple[str | int, ...] = ()) -> list[tuple[Any, Any]]:
-    """The tensors (or ``ToWrite``) of nested dicts, with the keys that lead to each."""
+    """Return the tensors (or ``ToWrite``) of nested dicts, with the keys of each."""
     if isinstance(content, ToWrite | torch.Tensor):
         return [(steps, content)]
     if not isinstance(content, Mapping):
@@ -112,26 +108,25 @@ def tensors_in(content: Any, steps: tuple[str | int, ...] = ()) -> list[tuple[An
 
 
 def read_torch_file(path: Path) -> Any:
-    """The dict (or list of dicts) of a file; its tensors are left on disk until they are used."""
+    """Return the dict (or list of dicts) of a file; its tensors stay on disk until used."""
     is_zip = zipfile.is_zipfile(path)
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror or error}).") from error
+        raise CheckpointError(f"{path} cannot be read ({first_line(error)}).") from error
     except pickle.UnpicklingError as error:
         if is_zip:
             raise CheckpointError(
-                f"{path} holds more than tensors and plain values, which is not loaded: save the "
-                "state dict alone, without the optimizer or model object."
+                f"{path} holds objects other than tensors and plain values, which are not loaded: "
+                "save the state dict only, without the optimizer or model object."
             ) from error
         raise CheckpointError(
-            f"{path} is no file of torch.save, or an old one with more than tensors and plain "
-            "values."
+            f"{path} is not a torch.save file, or an old one with objects other than tensors and "
+            "plain values."
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{path} is no file of torch.save ({text}).") from error
+        raise CheckpointError(f"{path} is not a torch.save file ({first_line(error)}).") from error
     parts = found if isinstance(found, list | tuple) else [found]
     if not parts or not all(isinstance(part, dict) for part in parts):
-        raise CheckpointError(f"{path} holds a {type(found).__name__} where a dict belongs.")
+        raise CheckpointError(f"{path} holds a {type(found).__name__}; a dict is required.")
     return found

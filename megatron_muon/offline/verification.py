@@ -1,4 +1,4 @@
-"""``verify``: compares the values of two checkpoints, however they are laid out."""
+"""``verify``: compares the values of two checkpoints of any layouts."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from megatron_muon.offline.parameters import model_tensors, stored_parameters
 from megatron_muon.offline.reading import Checkpoint
 from megatron_muon.offline.source_state import BUCKETS, RESHARD, has_buckets
 
-HELP = "compare the values of two checkpoints, tensor by tensor, whatever their layouts"
+HELP = "compare the values of two checkpoints, tensor by tensor, across layouts"
 PARTS = ("all", "weights", "optimizer")
-_SHOWN = 50
+_MAX_SHOWN = 50
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of ``verify``."""
+    """Add the flags of ``verify``."""
     parser.add_argument("first", help="a checkpoint")
     parser.add_argument("second", help="another one")
     parser.add_argument("--first-step", type=int, help="iteration of the first")
     parser.add_argument("--second-step", type=int, help="iteration of the second")
-    parser.add_argument("--part", choices=PARTS, default="all", help="what is compared")
+    parser.add_argument("--part", choices=PARTS, default="all", help="the part to compare")
     parser.add_argument(
         "--tolerance",
         type=float,
         default=0.0,
         metavar="X",
-        help="largest difference over the largest value of a tensor; default 0, equal values",
+        help="largest difference relative to the largest value of a tensor; default 0: equal",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a table of differences; 1 when there is any."""
+    """Print a table of differences; return 1 if there are any."""
     tolerance = options.tolerance
     if not 0.0 <= tolerance < math.inf:
         raise CheckpointError(f"--tolerance is {tolerance}; it must be at least 0.")
@@ -61,11 +61,11 @@ def run(options: argparse.Namespace) -> int:
     if not differences:
         print(f"{compared} tensors compared: equal")
         return 0
-    width = max(len(name) for name, _ in differences[:_SHOWN])
-    for name, difference in differences[:_SHOWN]:
+    width = max(len(name) for name, _ in differences[:_MAX_SHOWN])
+    for name, difference in differences[:_MAX_SHOWN]:
         print(f"{name:{width}}  {difference}")
-    if len(differences) > _SHOWN:
-        print(f"and {len(differences) - _SHOWN} more")
+    if len(differences) > _MAX_SHOWN:
+        print(f"and {len(differences) - _MAX_SHOWN} more")
     print(f"{compared} tensors compared: {len(differences)} differ")
     return 1
 
@@ -73,22 +73,21 @@ def run(options: argparse.Namespace) -> int:
 def compare(
     first: Checkpoint, second: Checkpoint, tolerance: float, *, part: str = "all"
 ) -> Iterator[tuple[str, str | None]]:
-    """Every name and how its values differ, None when they do not.
+    """Yield every name and a description of its difference, None without one.
 
-    Layers that one checkpoint stacks and the other stores one by one are compared all the same, and
-    so are states whose keys megatron-core names in several ways.
+    Layers that only one of them stacks are compared as well, and states for which megatron-core has
+    several keys.
 
     Args:
         first: A checkpoint.
         second: Another one.
-        tolerance: Largest difference allowed, over the largest value of the tensor.
+        tolerance: Largest allowed difference relative to the tensor's largest value.
         part: ``weights``, ``optimizer`` or ``all``.
     """
     if part != "weights" and has_buckets(first) != has_buckets(second):
         one = first if has_buckets(first) else second
         raise CheckpointError(
-            f"{one.folder} {BUCKETS}, and the other one does not: type --part weights, or "
-            f"{RESHARD}."
+            f"{one.folder} {BUCKETS}, unlike the other one: type --part weights, or {RESHARD}."
         )
     ours, theirs = dict(_entries(first, part)), dict(_entries(second, part))
     for name in sorted(ours.keys() | theirs.keys()):
@@ -109,7 +108,7 @@ def compare(
 def _entries(
     checkpoint: Checkpoint, part: str
 ) -> Iterator[tuple[str, tuple[Box, tuple[int, ...]]]]:
-    """Names, boxes, and their shapes without the axes of length one for layer and expert."""
+    """Yield names, boxes, and their shapes without the unit axes of layer and expert."""
     model = model_tensors(checkpoint)
     has_state = any(split_state_key(key) for key in checkpoint.tensors)
     parameters = stored_parameters(model, checkpoint.common) if has_state else {}
@@ -121,7 +120,7 @@ def _entries(
         state = MASTER if state == MASTER_OF_ADAM else state
         if not state:
             yield key, (whole(info), info.shape)
-        elif state == RIGHT_FACTOR or name not in parameters:  # V has its matrix's name
+        elif state == RIGHT_FACTOR or name not in parameters:  # V is named by its matrix
             yield f"{state} of {name}", (whole(info), info.shape)
         else:
             for parameter in parameters[name]:

@@ -1,6 +1,6 @@
-"""Writes a distributed checkpoint: several data files, several processes, all or nothing.
+"""Writes a distributed checkpoint atomically: several data files, several processes.
 
-Everything goes into a folder beside the target, which gets its name when the last byte is on disk.
+Everything is written into a folder beside the target, which is renamed when complete.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_muon.offline.data_files import Progress, write_files
-from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.errors import CheckpointError, first_line
 from megatron_muon.offline.index import INDEX_FILE
 from megatron_muon.offline.manifest import (
     MANIFEST_FILE,
-    copy_others,
+    copy_foreign_files,
     digest_of,
-    is_of_checkpoint,
+    is_checkpoint_file,
     listed_files,
     manifest,
 )
@@ -41,19 +41,19 @@ def write_checkpoint(
     workers: int = 1,
     progress: Progress | None = None,
 ) -> None:
-    """Write a checkpoint, or leave nothing.
+    """Write a checkpoint completely or not at all.
 
     Args:
         folder: The folder of the iteration, ``…/iter_0000100``.
-        output: What goes into it.
-        source: The checkpoint that it is made from.
-        overwrite: Replace a checkpoint that is there.
-        workers: Number of processes that write; 1 for this one alone.
-        progress: Called now and then with the bytes written since.
+        output: The planned checkpoint.
+        source: The checkpoint that it is derived from.
+        overwrite: Replace an existing checkpoint.
+        workers: Number of writing processes; 1 for this process only.
+        progress: Called periodically with the bytes written since the last call.
     """
     with (
-        _one_sentence(folder, "nothing was left of it"),
-        _beside(folder, source, overwrite) as staging,
+        _translate_errors(folder, "no partial output was left"),
+        _staging_folder(folder, source, overwrite) as staging,
     ):
         digests = write_files(staging, output, source, workers, progress or (lambda count: None))
         digests[INDEX_FILE] = digest_of(staging / INDEX_FILE)
@@ -62,17 +62,18 @@ def write_checkpoint(
         text = json.dumps(output.backend).encode()
         digests[BACKEND_FILE] = _write(staging / BACKEND_FILE, text)
         if source is not None:
-            digests |= copy_others(source.folder, staging)
+            digests |= copy_foreign_files(source.folder, staging)
         listed = manifest(output, digests, None if source is None else source.folder)
         _write(staging / MANIFEST_FILE, json.dumps(listed, indent=1).encode())
         _sync_folder(staging)
         with signals_held():
-            _take_name(staging, folder)
+            _publish(staging, folder)
 
 
 def write_tracker(root: Path, step: int) -> None:
-    """Let a run that loads from ``root`` find this iteration."""
-    with _one_sentence(root / TRACKER, f"the checkpoint is there: --ckpt-step {step} finds it"):
+    """Make this iteration the one that a run loads from ``root``."""
+    complete = f"the checkpoint is complete: --ckpt-step {step} finds it"
+    with _translate_errors(root / TRACKER, complete):
         staging = root / f".{TRACKER}.{os.getpid()}"
         try:
             staging.write_text(str(step), encoding="utf-8")
@@ -85,10 +86,10 @@ def write_tracker(root: Path, step: int) -> None:
 
 
 @contextmanager
-def _beside(folder: Path, source: Checkpoint | None, overwrite: bool) -> Iterator[Path]:
-    """A new folder beside another, gone at the end unless it was renamed."""
+def _staging_folder(folder: Path, source: Checkpoint | None, overwrite: bool) -> Iterator[Path]:
+    """Create a folder beside the target, removed at the end unless it was renamed."""
     check_target(folder, source, overwrite=overwrite)
-    made = [parent for parent in folder.parents if not parent.exists()]
+    created = [parent for parent in folder.parents if not parent.exists()]
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging = _unused(folder, "writing")
     staging.mkdir()
@@ -97,13 +98,13 @@ def _beside(folder: Path, source: Checkpoint | None, overwrite: bool) -> Iterato
     finally:
         shutil.rmtree(staging, ignore_errors=True)
         if not folder.exists():
-            for parent in made:
+            for parent in created:
                 if not any(parent.iterdir()):
                     parent.rmdir()
 
 
 def check_target(folder: Path, source: Checkpoint | None, *, overwrite: bool) -> None:
-    """Nothing but a checkpoint is ever replaced, and nothing of the source."""
+    """Refuse to replace anything but a checkpoint, or any part of the source."""
     if source is not None:
         own, target = source.folder.resolve(), folder.resolve()
         if own == target:
@@ -117,7 +118,7 @@ def check_target(folder: Path, source: Checkpoint | None, *, overwrite: bool) ->
             raise CheckpointError(f"{parent} is a file; name a folder.")
         if (parent / INDEX_FILE).is_file():
             raise CheckpointError(
-                f"{parent} is a checkpoint itself; name the folder that runs save into and load "
+                f"{parent} is a checkpoint itself; name the folder that runs --save to and --load "
                 "from."
             )
     if not os.path.lexists(folder):
@@ -127,33 +128,33 @@ def check_target(folder: Path, source: Checkpoint | None, *, overwrite: bool) ->
     if folder.is_symlink() or not folder.is_dir():
         kind = "a symbolic link" if folder.is_symlink() else "a file"
         raise CheckpointError(f"{folder} is {kind}, which is not replaced; name another folder.")
-    strange = sorted(path.name for path in folder.iterdir() if not is_of_checkpoint(path))
-    if strange and not set(strange) <= listed_files(folder).keys():
+    foreign = sorted(path.name for path in folder.iterdir() if not is_checkpoint_file(path))
+    if foreign and not set(foreign) <= listed_files(folder).keys():
         raise CheckpointError(
-            f"{folder} holds {strange[0]}, which is of no checkpoint, and is not replaced; move it "
-            "away, or name another folder."
+            f"{folder} holds {foreign[0]}, which is not part of a checkpoint, and is not replaced; "
+            "move it away, or name another folder."
         )
 
 
 def _unused(folder: Path, purpose: str) -> Path:
-    """A name beside a folder; another run of the same number may have been killed there."""
+    """Return an unused name beside a folder; a killed run may have had the same process id."""
     ends = ("", *(f"-{number}" for number in range(1, 1000)))
     names = (f".{folder.name}.{purpose}.{os.getpid()}{end}" for end in ends)
     return next(path for name in names if not (path := folder.with_name(name)).exists())
 
 
-def left_behind(folder: Path) -> list[str]:
-    """Sentences on what runs that were killed, or are under way, have beside a folder."""
+def stale_folders(folder: Path) -> list[str]:
+    """Return sentences on folders that killed or concurrent runs have beside a folder."""
     found = []
     for path in sorted(folder.parent.glob(f".{folder.name}.*.[0-9]*")):
-        what = "is half of a checkpoint; remove it"
+        what = "is an incomplete checkpoint; remove it"
         if ".replaced." in path.name:
-            what = "was to be replaced; look whether you need it"
-        found.append(f"{path} is of a run that was killed, or is still under way. It {what}.")
+            what = "is a checkpoint that was being replaced; check whether you need it"
+        found.append(f"{path} belongs to a run that was killed or is still running. It {what}.")
     return found
 
 
-def _take_name(staging: Path, folder: Path) -> None:
+def _publish(staging: Path, folder: Path) -> None:
     old = None
     if folder.exists():
         old = _unused(folder, "replaced")
@@ -170,24 +171,24 @@ def _take_name(staging: Path, folder: Path) -> None:
             shutil.rmtree(old)
         except OSError as error:
             raise CheckpointError(
-                f"{folder} is whole, but what it replaced cannot be removed "
-                f"({error.strerror or error}): remove {old}."
+                f"{folder} is complete, but the replaced folder cannot be removed "
+                f"({first_line(error)}): remove {old}."
             ) from error
 
 
 @contextmanager
-def _one_sentence(path: Path, left: str) -> Iterator[None]:
+def _translate_errors(path: Path, outcome: str) -> Iterator[None]:
     try:
         yield
     except BrokenProcessPool as error:
         raise CheckpointError(
-            f"a process that wrote {path} was killed, perhaps for want of memory: type --workers 1."
+            f"a process that wrote {path} was killed, perhaps out of memory: type --workers 1."
         ) from error
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         more = "; free some space, or name another disk" if full else ""
         raise CheckpointError(
-            f"{path} cannot be written ({error.strerror or error}), and {left}{more}."
+            f"{path} cannot be written ({first_line(error)}), and {outcome}{more}."
         ) from error
 
 

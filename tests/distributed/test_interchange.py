@@ -294,7 +294,7 @@ def test_optimizers_in_other_containers_come_back(
         assert tool("import", tmp_path / f"{form}.pt", tmp_path / form, *like(other)) == 0
         said = capsys.readouterr().out
         assert "start at zero" not in said
-        assert ("entries of the file that are not used: epoch\n" in said) == (form == "tutorial")
+        assert ("unused entries of the file: epoch\n" in said) == (form == "tutorial")
         _same_but_for_padding(saved.folder, tmp_path / form)
 
 
@@ -312,7 +312,7 @@ def test_numbers_get_names_from_a_file(
     (tmp_path / "names.txt").write_text("\n".join(names))
     assert tool("import", *arguments, "--param-names", tmp_path / "names.txt") == 0
     said = capsys.readouterr().out
-    assert "states are not in the file (Adam's: not both) and start at zero" in said
+    assert "states are not in the file (or only one of Adam's two) and start at zero" in said
     assert "  exp_avg of embedding.word_embeddings.weight" in said
     for state, is_zero in (("momentum_buffer", False), ("exp_avg", True)):
         owner = "decoder.layers.mlp.linear_fc2" if not is_zero else "decoder.final_layernorm"
@@ -354,7 +354,7 @@ def test_a_checkpoint_of_another_optimizer_tells_what_it_has_no_place_for(
     assert tool("import", tmp_path / "dion.pt", tmp_path / "back", *like(other)) == 0
     said = capsys.readouterr().out
     factors = sum(s.startswith("right_factor") for kept in content["state"].values() for s in kept)
-    assert f"{factors} states of the file are left out, for which --like" in said
+    assert f"{factors} states of the file are left out, as --like" in said
     assert "multiplied by" in said and "0 states" not in said
 
 

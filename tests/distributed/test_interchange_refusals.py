@@ -60,10 +60,13 @@ def _other_fields(content: dict[str, Any]) -> Any:
         (_rename, "has model.layers.0.nothing.weight, which"),
         (_lose, "lacks the weight model.layers.1.mlp.up_proj.weight; type --partial"),
         (_reshape, "lm_head.weight has shape (61, 32) in"),
-        (_integers, "exp_avg of model.norm.weight has element type torch.int32"),
-        (_objects, "holds more than tensors and plain values, which is not loaded"),
-        (_other_fields, "the state of model.norm.weight has the fields sum, which are those of no"),
-        (lambda _: [1, 2], "holds a list where a dict belongs"),
+        (_integers, "exp_avg of model.norm.weight has dtype torch.int32"),
+        (_objects, "holds objects other than tensors and plain values, which are not loaded"),
+        (
+            _other_fields,
+            "the state of model.norm.weight has the fields sum, which belong to none of the",
+        ),
+        (lambda _: [1, 2], "holds a list; a dict is required"),
         (lambda _: {"a": 1}, "holds neither weights nor the state dict of an optimizer"),
     ],
 )
@@ -107,7 +110,7 @@ def test_export_tells_what_is_wrong(
     for flags, said in (
         (("--vocab-size", "65"), "has 64 rows, fewer than the vocabulary of 65"),
         (("--vocab-size", "0"), "--vocab-size is 0"),
-        (("--format", "dion"), "has no right factor of its own, which Dion needs; type --names hf"),
+        (("--format", "dion"), "has no single right factor, which Dion requires; type --names hf"),
     ):
         assert tool("export", saved.folder, path, *flags) == 2
         assert said in capsys.readouterr().err
@@ -165,7 +168,7 @@ def test_a_full_disk_leaves_nothing(runs: Runs, tmp_path: Path) -> None:
             preexec_fn=_small_files,
         )
         assert done.returncode == 2
-        assert "Traceback" not in done.stderr and "nothing was left of it" in done.stderr
+        assert "Traceback" not in done.stderr and "no partial output was left" in done.stderr
         assert {entry.name for entry in tmp_path.iterdir()} == before
 
 

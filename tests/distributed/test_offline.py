@@ -135,7 +135,7 @@ def test_fp32_adam_without_masters_goes_on(
     source = saved(*ADAM_PLAIN)
     capsys.readouterr()
     there = convert(source, tmp_path / "c", to, *OF.get(to, ()))
-    said = "this run saved no fp32 masters: those of the result are its fp32 weights"
+    said = "this run saved no fp32 masters: its fp32 weights become the masters"
     assert (said in capsys.readouterr().out) == (to != "muon")
     assert different(source, there, "decoder.") == []
     if to != "muon":
@@ -191,7 +191,7 @@ def test_without_arguments_run_config_says_how_weights_are_fused(
         ),
     ):
         said = refused(capsys, *command, *flags)
-        assert f"decoder.layers.0.{weight}.weight cannot be cut into its matrices" in said
+        assert f"decoder.layers.0.{weight}.weight cannot be split into its matrices" in said
         assert f"{field} (there are neither saved arguments nor a run_config.yaml)" in said
         assert f"--run-config that has 'model: {{{field}: …}}'" in said and whole in said
     folder = Checkpoint(bare).folder
@@ -200,7 +200,7 @@ def test_without_arguments_run_config_says_how_weights_are_fused(
     (folder / "tokenizer").mkdir()
     there = convert(bare, tmp_path / "c", "orth_dion", *RANK)
     said = capsys.readouterr().out
-    assert "copied as they are" in said and "run_config.yaml, train_state.pt" in said
+    assert "copied unchanged" in said and "run_config.yaml, train_state.pt" in said
     assert "not copied" in said and "tokenizer; copy" in said
     assert (there.folder / "run_config.yaml").read_text() == RUN_CONFIG
     assert main(["inspect", str(tmp_path / "c"), "--hashes"]) == 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_muon.offline.outputs import OutBlob, OutChunk, Output, OutTensor, Zeros
+from megatron_muon.offline.outputs import OutChunk, Output, OutTensor, Zeros
 from megatron_muon.offline.safe_pickle import dump_torch
 
 WHOLE = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
@@ -59,7 +59,7 @@ def output(failure: str = "", in_file: bool = False) -> Output:
                 rule="zero",
             ),
         ),
-        blobs=(OutBlob(key="b/shard_0_1", content=dump_torch([1])),),
+        blobs={"b/shard_0_1": dump_torch([1])},
         common={"iteration": 3, "content_metadata": {}},
         common_in_file=in_file,
         backend={"sharded_backend": "torch_dist", "sharded_backend_version": 1},

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_muon.offline.outputs import OutBlob, OutChunk, Output, OutTensor
+from megatron_muon.offline.outputs import OutChunk, Output, OutTensor
 from megatron_muon.offline.safe_pickle import dump_torch
 from megatron_muon.offline.writing import write_checkpoint, write_tracker
 
@@ -102,7 +102,7 @@ def save_run(
         common["args"] = argparse.Namespace(**args)
     output = Output(
         tensors=tuple(tensors),
-        blobs=(OutBlob(key="rng_state/shard_0_1", content=dump_torch([1])),),
+        blobs={"rng_state/shard_0_1": dump_torch([1])},
         common=common,
         common_in_file=False,
         backend={"sharded_backend": "torch_dist", "sharded_backend_version": 1},

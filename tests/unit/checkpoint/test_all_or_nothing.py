@@ -21,7 +21,7 @@ import torch
 from megatron_muon.offline import data_files
 from megatron_muon.offline.errors import CheckpointError
 from megatron_muon.offline.reading import Checkpoint
-from megatron_muon.offline.writing import left_behind, write_checkpoint, write_tracker
+from megatron_muon.offline.writing import stale_folders, write_checkpoint, write_tracker
 from tests.unit.checkpoint.small_output import WHOLE, names_in, output
 
 ROOT = Path(__file__).parents[3]
@@ -59,7 +59,10 @@ def _holds_something_else(folder: Path) -> None:
     [
         (_is_a_file, "is a file, which is not replaced; name another"),
         (_is_a_link, "is a symbolic link, which is not replaced; name another"),
-        (_holds_something_else, "holds thesis, which is of no checkpoint, and is not replaced"),
+        (
+            _holds_something_else,
+            "holds thesis, which is not part of a checkpoint, and is not replaced",
+        ),
     ],
 )
 def test_only_a_checkpoint_is_ever_replaced(
@@ -101,7 +104,7 @@ def test_a_tracker_that_cannot_be_written_is_told(written: Path) -> None:
     tracker = written.parent / "latest_checkpointed_iteration.txt"
     tracker.unlink()
     tracker.mkdir()
-    with pytest.raises(CheckpointError, match="checkpoint is there: --ckpt-step 3 finds it"):
+    with pytest.raises(CheckpointError, match="checkpoint is complete: --ckpt-step 3 finds it"):
         write_tracker(written.parent, 3)
     assert names_in(written.parent) == ["iter_0000003", tracker.name]
 
@@ -111,8 +114,8 @@ def test_a_tracker_that_cannot_be_written_is_told(written: Path) -> None:
     [
         ("raises", 1, "Input/output error"),
         ("raises", 2, "Input/output error"),
-        ("dies", 2, "was killed, perhaps for want of memory"),
-        ("dtype", 1, "came out as torch.float64"),
+        ("dies", 2, "was killed, perhaps out of memory"),
+        ("dtype", 1, r"is torch.float64 \(2, 7\) and should be torch.float32"),
     ],
 )
 def test_a_failure_leaves_nothing(
@@ -142,7 +145,9 @@ def test_a_full_disk_leaves_nothing(written: Path, tmp_path: Path, missing: int 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"File too large.*nothing was left.*free some"):
+        with pytest.raises(
+            CheckpointError, match=r"File too large.*no partial output was left.*free some"
+        ):
             write_checkpoint(tmp_path / "other" / "iter_0000003", output())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -169,10 +174,10 @@ import sys
 from pathlib import Path
 sys.path[:0] = [{root!r}]
 import signal
-from megatron_muon.offline.command import _end
+from megatron_muon.offline.command import _interrupt
 from megatron_muon.offline.writing import write_checkpoint
 from tests.unit.checkpoint.small_output import output
-signal.signal(signal.SIGTERM, _end)
+signal.signal(signal.SIGTERM, _interrupt)
 try:
     write_checkpoint(Path({folder!r}), output({failure!r}), workers={workers})
 except KeyboardInterrupt:
@@ -229,8 +234,8 @@ def test_processes_end_with_their_parent(tmp_path: Path) -> None:
         assert time.monotonic() < end, "processes are left"
         time.sleep(0.1)
     assert not folder.exists()
-    (left,) = left_behind(folder)
-    assert f".iter_0000003.writing.{process.pid} is of a run that was killed" in left
+    (left,) = stale_folders(folder)
+    assert f".iter_0000003.writing.{process.pid} belongs to a run that was killed" in left
 
 
 def test_the_number_of_a_killed_run_may_come_again(written: Path) -> None:
@@ -239,7 +244,7 @@ def test_the_number_of_a_killed_run_may_come_again(written: Path) -> None:
         written.with_name(f".{written.name}.{purpose}.{os.getpid()}").mkdir()
     write_checkpoint(written, output(), overwrite=True)
     assert torch.equal(Checkpoint(written).read("a"), WHOLE)
-    assert len(left_behind(written)) == 2
+    assert len(stale_folders(written)) == 2
 
 
 def test_nothing_comes_between_two_names(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +267,7 @@ def test_nothing_comes_between_two_names(written: Path, monkeypatch: pytest.Monk
     is_over.set()
     assert renamed[-1] == written.name and len(renamed) == 2
     assert torch.equal(Checkpoint(written).read("a"), WHOLE)
-    assert left_behind(written) == []
+    assert stale_folders(written) == []
 
 
 def _dies_with_the_lock(count: int) -> None:

@@ -110,10 +110,10 @@ def test_one_sentence_of_a_kind_is_enough() -> None:
 
 def test_the_command_that_is_named_exists() -> None:
     from megatron_muon.checkpoint.check import convert_it
-    from megatron_muon.offline.command import parser
+    from megatron_muon.offline.command import build_parser
 
     for optimizer in ("dmuon", "orth_dion"):
         said = convert_it(optimizer).removesuffix(", and load NEW")
         _, _, command = said.partition("python -m megatron_muon.checkpoint ")
-        options = parser().parse_args(command.split())
+        options = build_parser().parse_args(command.split())
         assert (options.source, options.target, options.to) == ("FOLDER", "NEW", optimizer)

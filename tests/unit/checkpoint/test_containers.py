@@ -192,9 +192,12 @@ def _shampoo(content: dict[str, Any], trained: Trained) -> None:
     [
         (_without_groups, r"the tensor optimizer\.state\.layer\.weight\.momentum_buffer, which"),
         (_partly_flat, r"the tensor optimizer\.state\.layer\.weight\.momentum_buffer, which"),
-        (_masters, r"the tensor optimizer\.fp32_from_fp16_params\[0\]\[0\], which is part of no"),
+        (
+            _masters,
+            r"the tensor optimizer\.fp32_from_fp16_params\[0\]\[0\], which belongs neither to",
+        ),
         (_partitions, r"the tensor optimizer\.single_partition_of_fp32_groups\[0\], which"),
-        (_average, r"the tensor ema\.layer\.weight, which is part of no weights"),
+        (_average, r"the tensor ema\.layer\.weight, which belongs neither to weights"),
         (_without_options, r"of layer\.weight does not say .* as momentum; type --heavy-ball BETA"),
         (_twice, r"weights as model and as state_dict"),
         (_odd_field, r"state of layer\.weight has the fields momentum_buffer, scale, which"),

@@ -38,10 +38,10 @@ def test_the_step_count_of_torchs_adam_is_found(tmp_path: Path, nested: bool) ->
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"groups": [WITHOUT_STEP]}, "does not say how many steps Adam has made"),
+        ({"groups": [WITHOUT_STEP]}, "has no step count of Adam"),
         (
             {"states": MOMENTS, "dtype": torch.bfloat16},
-            "this run saved no fp32 masters (there is none of embedding.word_embeddings.weight)",
+            "the checkpoint has no fp32 masters (none of embedding.word_embeddings.weight)",
         ),
     ],
     ids=["steps", "masters"],
@@ -82,7 +82,7 @@ def test_parameters_without_masters_are_counted(
     states = {key: MOMENTS if key in lacking else ("param", *MOMENTS) for key in SHAPES}
     convert(save_run(tmp_path / "run", states=states), tmp_path / "new", "dmuon")
     of = " of 1 parameters (decoder.final_layernorm.weight, …)" if some else ""
-    assert f"saved no fp32 masters{of}: those of the result are its" in capsys.readouterr().out
+    assert f"saved no fp32 masters{of}: its fp32 weights become" in capsys.readouterr().out
 
 
 def test_other_files_are_copied_or_listed(
@@ -95,7 +95,7 @@ def test_other_files_are_copied_or_listed(
     (source / "tokenizer").mkdir()
     folder = convert(run, tmp_path / "new", "dmuon").folder
     said = capsys.readouterr().out
-    assert f"copied as they are from {source}: notes.txt, train_state.pt\n" in said
+    assert f"copied unchanged from {source}: notes.txt, train_state.pt\n" in said
     assert f"not copied from {source}: tokenizer; copy them yourself" in said
     assert (folder / "notes.txt").read_text() == "notes.txt"
     assert not any((folder / name).exists() for name in ("integrity.json", "half.distcp"))
@@ -104,7 +104,7 @@ def test_other_files_are_copied_or_listed(
     (folder / "more.txt").write_text("of somebody else")
     command = ["convert", str(run), str(tmp_path / "new"), "--to", "dmuon", "--overwrite"]
     assert main(command) == 2
-    assert "holds more.txt, which is of no checkpoint" in capsys.readouterr().err
+    assert "holds more.txt, which is not part of a checkpoint" in capsys.readouterr().err
 
 
 def test_adapters_are_adams_and_what_they_wrap_keeps_its_split(tmp_path: Path) -> None:

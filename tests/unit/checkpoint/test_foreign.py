@@ -35,10 +35,10 @@ def _state(value: object) -> dict[str, Any]:
         ({"model": {"a": torch.ones(2, 2).to_sparse()}}, r"a is a torch.sparse_coo or quantized"),
         (_state(3.0), "momentum_buffer of a is a float in"),
         (_state(torch.ones(2, device="meta")), "momentum_buffer of a is a meta tensor in"),
-        ({"state": {"a": {"bogus": torch.ones(2)}}}, "has the state bogus of a, which is none of"),
+        ({"state": {"a": {"bogus": torch.ones(2)}}}, "has the state bogus of a; supported are"),
         ({"state": {"a": {5: torch.ones(2)}}}, "has the state 5 of a"),
-        ({"momentum": "average"}, "says that its momentum is 'average'"),
-        ({"momentum": {"kind": "mean", "factor": 0.9}}, "says that its momentum is"),
+        ({"momentum": "average"}, "has momentum 'average'"),
+        ({"momentum": {"kind": "mean", "factor": 0.9}}, "has momentum"),
         ({"momentum": {"kind": "sum"}}, r"the factor is None; .* in \[0, 1\)"),
         ({"momentum": {"kind": "sum", "factor": math.nan}}, r"the factor is nan; .* in \[0, 1\)"),
         ({"momentum": {"kind": "sum", "factor": 1.0}}, r"the factor is 1.0; .* in \[0, 1\)"),
@@ -62,7 +62,7 @@ def test_how_momenta_are_kept_is_not_guessed(tmp_path: Path) -> None:
     torch.save(PLAIN | {"momentum": None}, tmp_path / "file.pt")
     kept = read_foreign(tmp_path / "file.pt").momenta["a"]
     assert conversion_factor(kept, Convention(kind="average", factor=0.5)) == 1.0
-    with pytest.raises(CheckpointError, match="does not say how its momenta are kept"):
+    with pytest.raises(CheckpointError, match="does not say how its momenta are defined"):
         conversion_factor(kept, Convention(kind="sum", factor=0.5))
 
 

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from megatron_muon.offline import data_files
 from megatron_muon.offline.errors import CheckpointError
+from megatron_muon.offline.index import Place
 from megatron_muon.offline.manifest import manifest_problems
 from megatron_muon.offline.outputs import (
-    Bytes,
     OutChunk,
     Output,
     OutTensor,
@@ -67,7 +67,7 @@ def test_a_copy_of_bytes_is_the_same(written: Path, tmp_path: Path) -> None:
     plan = output()
     info = source.tensors["a"]
     plan = Output(**{**vars(plan), "tensors": (copied(info, "renamed", "copied"),)})
-    assert all(isinstance(chunk.value, Bytes) for chunk in plan.tensors[0].chunks)
+    assert all(isinstance(chunk.value, Place) for chunk in plan.tensors[0].chunks)
     write_checkpoint(tmp_path / "copy", plan, source=source)
     assert torch.equal(Checkpoint(tmp_path / "copy").read("renamed"), WHOLE)
 
@@ -156,7 +156,7 @@ def test_a_changed_file_is_told_by_its_hash(written: Path) -> None:
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     assert list(manifest_problems(written)) == [
-        "__0_0.distcp is not the file that was written (SHA-256 differs)"
+        "__0_0.distcp was changed after it was written (SHA-256 differs)"
     ]
 
 
