@@ -27,7 +27,7 @@ os.environ["MKL_NUM_THREADS"] = "1"
 import torch
 
 from megatron_muon import cpu
-from megatron_muon.benchmark import say
+from megatron_muon.benchmark import report_progress
 from tests.ranks import run_ranks
 
 RANKS = 4
@@ -97,11 +97,11 @@ def _measure(kind: str, *, quick: bool) -> dict[str, Any]:
     found["balance"] = balance_table((8, 32) if quick else (8, 32, 128))
     found["steps"], found["owners"] = {}, {}
     for name, tp in LAYOUTS.items():
-        say(f"optimizer steps at {name}")
+        report_progress(f"optimizer steps at {name}")
         found["steps"][name], found["owners"][name] = on_ranks(
             RANKS, measure_optimizer_steps, tp, llama, rounds
         )
-    say("whole training steps at TP2·DP2")
+    report_progress("whole training steps at TP2·DP2")
     training_rounds = 2 if quick else 5
     found["training"] = on_ranks(
         RANKS, measure_training_steps, 2, narrow, training_rounds, micro_batches
@@ -117,9 +117,9 @@ def _measure_alone(rank: int, kind: str, rounds: int) -> dict[str, Any]:
 
     device = torch.device(kind)
     found: dict[str, Any] = {"about": machine(device)}
-    say("orthogonalization alone")
+    report_progress("orthogonalization alone")
     found["kernels"] = kernel_table(device, rounds)
-    say("errors of every form and coefficient set")
+    report_progress("errors of every form and coefficient set")
     found["errors"] = error_table()
     return found
 

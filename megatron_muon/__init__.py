@@ -1,8 +1,8 @@
 """Exact distributed matrix optimizers for NVIDIA Megatron, without a fork.
 
-``megatron_muon.install()`` makes ``--optimizer dmuon`` known to Megatron's training code;
-``megatron_muon.get_matrix_optimizer(...)`` is for a training loop of one's own. Importing this
-package needs no GPU, Megatron, Transformer Engine or Apex.
+``megatron_muon.install()`` adds ``--optimizer dmuon`` to Megatron's training code;
+``megatron_muon.get_matrix_optimizer(...)`` is for custom training loops. Importing this package
+requires no GPU, Megatron, Transformer Engine or Apex.
 """
 
 from __future__ import annotations

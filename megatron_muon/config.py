@@ -1,8 +1,8 @@
-"""What a user can set: each setting once, with its default, its help and its flags.
+"""User settings: each is declared once, with its default, help and flags.
 
-The command line, its checks, the flags of the offline ``convert`` and ``docs/flags.md`` are made
-from this table by ``flags.py``. The defaults are those of megatron-core's Python API; where a flag
-has another one (``--muon-momentum`` keeps Megatron's 0.9) it stands with the flag.
+The command line, its checks, the flags of the offline ``convert`` and ``docs/flags.md`` are
+generated from this table by ``flags.py``. Defaults are those of megatron-core's Python API; a
+different default of a flag (``--muon-momentum`` keeps Megatron's 0.9) is declared with the flag.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any, Literal, get_args
 from megatron_muon.matrices import Family, Packing, RowPacking, Rule, SplitMode
 
 OPTIMIZERS = ("dmuon", "orth_dion")
-"""Values that we add to ``--optimizer``."""
+"""Values added to ``--optimizer``."""
 
 
 SCALE_MODE = {"dmuon": "spectral", "orth_dion": "shape_scaling"}
-"""Scale modes that the optimizers' learning rates are usually given for."""
+"""Scale modes for which learning rates of the optimizers are usually reported."""
 
 ExchangeChoice = Literal["auto", "factors", "matrix"]
 
@@ -30,37 +30,39 @@ _TAKERS = {
     "dmuon": ("dmuon",),
     "orth": ("orth_dion",),
 }
-"""First word of a flag to the optimizers that take it."""
+"""First word of a flag to the optimizers that support it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Numbers that a setting can have.
+    """Valid numbers of a setting.
 
     Attributes:
         kind: ``int`` or ``float``.
-        words: The range, as it follows "it must be".
-        holds: Whether a number is inside.
-        shown: Format of a number that is not.
-        or_auto: Whether ``auto`` can be typed instead, which is None.
+        words: The range, to follow "it must be".
+        contains: Returns True for a valid number.
+        number_format: Format of an invalid number in the error.
+        or_auto: True to also accept ``auto``, which is None.
     """
 
     kind: type[int] | type[float]
     words: str
-    holds: Callable[[Any], bool]
-    shown: str = ""
+    contains: Callable[[Any], bool]
+    number_format: str = ""
     or_auto: bool = False
 
 
-COUNT = Range(kind=int, words="an integer >= 1", holds=lambda n: n >= 1)
-BELOW_ONE = Range(kind=float, words=">= 0 and < 1", holds=lambda x: 0.0 <= x < 1.0)
-NOT_NEGATIVE = Range(kind=float, words="a number >= 0", holds=lambda x: 0.0 <= x < inf)
-FRACTION = Range(kind=float, words="> 0 and <= 1", holds=lambda x: 0.0 < x <= 1.0, shown=".15g")
+COUNT = Range(kind=int, words="an integer >= 1", contains=lambda n: n >= 1)
+BELOW_ONE = Range(kind=float, words=">= 0 and < 1", contains=lambda x: 0.0 <= x < 1.0)
+NOT_NEGATIVE = Range(kind=float, words="a number >= 0", contains=lambda x: 0.0 <= x < inf)
+FRACTION = Range(
+    kind=float, words="> 0 and <= 1", contains=lambda x: 0.0 < x <= 1.0, number_format=".15g"
+)
 MEBIBYTES = Range(
     kind=float,
     words="a number > 0, or auto",
-    holds=lambda mb: 0.0 < mb * 2**20 < inf,
-    shown=".15g",
+    contains=lambda mb: 0.0 < mb * 2**20 < inf,
+    number_format=".15g",
     or_auto=True,
 )
 
@@ -70,17 +72,17 @@ class Flag:
     """One flag of the command line; ``flags.FLAGS`` has all of them, complete.
 
     Attributes:
-        name: As it is typed. The first word says which optimizers take the flag; ``--muon-…`` are
-            Megatron's own. With ``no`` in it, it turns its setting off.
+        name: The flag. Its first word names the optimizers that support it; ``--muon-…`` are
+            Megatron's own. A name with ``no`` turns its setting off.
         field: Field of ``MatrixConfig``.
-        help: For ``--help`` and ``docs/flags.md``.
-        default: Without the flag; ``...`` for the setting's.
-        values: The range of a number, or the choices of a text: all of them, or the name of what
-            holds them in ``linalg``, which imports torch as this module must not.
-        takers: Optimizers that take the flag, where its name does not say it.
-        python_only: Optimizers that have the setting, but not by this flag.
-        metavar: What stands for the value in ``--help``.
-        offline: Whether ``convert`` takes the flag.
+        help: Text of ``--help`` and ``docs/flags.md``.
+        default: Value without the flag; ``...`` for the setting's default.
+        values: The range of a number, or the choices of a string: a tuple, or its name in
+            ``linalg``, which imports torch, unlike this module.
+        takers: Optimizers that support the flag, if its name does not determine them.
+        python_only: Optimizers that have the setting, but not the flag.
+        metavar: Placeholder of the value in ``--help``.
+        offline: True if ``convert`` has the flag.
     """
 
     name: str
@@ -100,7 +102,7 @@ class Flag:
 
     @property
     def optimizers(self) -> tuple[str, ...]:
-        """Optimizers that take the flag."""
+        """Optimizers that support the flag."""
         return self.takers or _TAKERS[self.name.split("-")[2]]
 
     @property
@@ -109,31 +111,31 @@ class Flag:
         return self.optimizers + self.python_only
 
     @property
-    def is_megatrons(self) -> bool:
-        """Whether the flag is one of Megatron's, which its own parser has."""
+    def is_megatron_flag(self) -> bool:
+        """True for a flag of Megatron's own parser."""
         return self.name.startswith("--muon-")
 
     def problem(self, value: Any) -> str | None:
-        """The sentence about a value that is not allowed, None for one that is."""
+        """Return the error for an invalid value, None for a valid one."""
         values = (True, False) if isinstance(self.default, bool) else self.values
         if values is None or (value is None and self.default is None):
             return None
         if not isinstance(values, Range):
             listed = ", ".join(map(str, values))
             return None if value in values else f"{self.name} is '{value}'; supported are {listed}"
-        if isinstance(value, Integral if values.kind is int else Real) and values.holds(value):
+        if isinstance(value, Integral if values.kind is int else Real) and values.contains(value):
             return None
-        shown = format(value, values.shown) if isinstance(value, Real) else repr(value)
+        shown = format(value, values.number_format) if isinstance(value, Real) else repr(value)
         return f"{self.name} is {shown}; it must be {values.words}"
 
 
 def setting[T](default: T, help: str, *flags: Flag) -> T:
-    """A field of ``MatrixConfig``.
+    """Declare a field of ``MatrixConfig``.
 
     Args:
-        default: In Python.
-        help: Of its flags that have none of their own.
-        flags: Those that set it.
+        default: Default in Python.
+        help: Help of its flags that have no help of their own.
+        flags: The flags that set it.
     """
     return field(default=default, metadata={"help": help, "flags": flags})
 
@@ -142,9 +144,9 @@ def setting[T](default: T, help: str, *flags: Flag) -> T:
 class MatrixConfig:
     """Settings of the matrix optimizer.
 
-    Each field has the help of its flag beside it (all are listed in ``docs/flags.md``); a flag with
-    ``no`` in its name turns the field off. ``optimizer`` is ``dmuon`` or ``orth_dion``; a setting
-    whose flags are those of one of them is refused with the other.
+    Each field is followed by the help of its flag (all are listed in ``docs/flags.md``); a flag
+    with ``no`` in its name turns the field off. ``optimizer`` is ``dmuon`` or ``orth_dion``; a
+    setting whose flags belong to one of them is refused with the other.
     """
 
     optimizer: str = "dmuon"
@@ -166,8 +168,8 @@ class MatrixConfig:
     rules: tuple[Rule, ...] = setting(
         (),
         "Rule for the parameters whose name matches GLOB: optimizer=matrix|adam, "
-        "split=default|none|parts|heads, lr_mult=X, wd_mult=X. May be repeated; the later rule "
-        "wins. A rule that matches nothing is an error.",
+        "split=default|none|parts|heads, lr_mult=X, wd_mult=X. May be repeated; later rules take "
+        "precedence. A rule that matches nothing is an error.",
         Flag(name="--matrix-rule", default=[], metavar="GLOB:KEY=VALUE,…", offline=True),
         Flag(
             name="--matrix-rules",
@@ -189,8 +191,8 @@ class MatrixConfig:
     )
     split_mla: bool = setting(
         True,
-        "Orthogonalize every projection of multi-latent attention as one matrix, not its content "
-        "and rotary queries, its keys and its values apart.",
+        "Orthogonalize every projection of multi-latent attention as one matrix, instead of "
+        "separating content and rotary queries, keys and values.",
         Flag(name="--matrix-no-split-mla", offline=True),
     )
     split_ssm: bool = setting(
@@ -201,7 +203,7 @@ class MatrixConfig:
     )
     split_heads: bool = setting(
         False,
-        "Orthogonalize every attention head of the QKV and MLA projections on its own.",
+        "Orthogonalize every attention head of the QKV and MLA projections separately.",
         Flag(name="--matrix-split-heads", offline=True),
     )
     min_dim: int = setting(
@@ -215,7 +217,7 @@ class MatrixConfig:
         Flag(name="--muon-momentum", default=0.9, values=BELOW_ONE),
         Flag(
             name="--orth-dion-momentum",
-            help="Share of the captured part that the momentum keeps (error feedback).",
+            help="Fraction of the captured part that the momentum retains (error feedback).",
             values=BELOW_ONE,
             offline=True,
         ),
@@ -225,26 +227,26 @@ class MatrixConfig:
     )
     momentum_dtype: str = setting(
         "fp32",
-        "Element type in which the momentum of dmuon is kept; bf16, rounded to nearest, saves 2 "
-        "bytes of memory an element. Orth-Dion's carries what a step leaves out, and is fp32.",
+        "Dtype of dmuon's stored momentum; bf16, rounded to nearest, saves 2 bytes per element. "
+        "Orth-Dion's momentum accumulates the residual of each step, and is fp32.",
         Flag(name="--matrix-momentum-dtype", values="STATE_DTYPES", takers=("dmuon",)),
     )
     scale_mode: str = setting(
         "",
-        "Scale of the update by the matrix's global shape. spectral: √max(m, n); unit_rms_norm: "
-        "√(m/n); shape_scaling: √max(1, m/n); match_rms_adamw: 0.2·√max(m, n).",
+        "Scale of the update by global shape. spectral: √max(m, n); unit_rms_norm: √(m/n); "
+        "shape_scaling: √max(1, m/n); match_rms_adamw: 0.2·√max(m, n).",
         Flag(name="--muon-scale-mode", default=SCALE_MODE["dmuon"], values="SCALE_MODES"),
         Flag(name="--orth-dion-scale-mode", default=SCALE_MODE["orth_dion"], values="SCALE_MODES"),
     )
     extra_scale_factor: float = setting(
         1.0,
-        "Further factor on the update. That of Orth-Dion can be set in Python only.",
+        "Additional factor on the update. Orth-Dion's can be set in Python only.",
         Flag(name="--muon-extra-scale-factor", values=NOT_NEGATIVE, python_only=("orth_dion",)),
     )
     coefficient_type: str = setting(
         "quintic",
         "Newton-Schulz coefficients: simple, quintic, polar_express, cans (not in bf16), aol (at "
-        "most 4 steps), deepseekv4 (made for 10 steps), custom.",
+        "most 4 steps), deepseekv4 (designed for 10 steps), custom.",
         Flag(name="--muon-coefficient-type"),
     )
     coefficients: tuple[tuple[float, float, float], ...] | None = setting(
@@ -256,59 +258,58 @@ class MatrixConfig:
     num_ns_steps: int = setting(5, "Newton-Schulz steps.", Flag(name="--muon-num-ns-steps"))
     compute_dtype: str = setting(
         "auto",
-        "Element type of the Newton-Schulz iteration; auto takes bf16 where it is fast, else "
-        "fp32. fp16 is 3 to 8 times nearer to the exact result than bf16, and takes the cheaper "
-        "Gram form.",
+        "Dtype of the Newton-Schulz iteration; auto selects bf16 where it is fast, else fp32. fp16 "
+        "has a 3 to 8 times smaller error than bf16, and uses the cheaper Gram form.",
         Flag(name="--dmuon-compute-dtype", values="COMPUTE_POLICIES"),
     )
     exchange_dtype: str = setting(
         "auto",
-        "Element type of what travels; auto is bf16 where the iteration has 16 bits.",
+        "Dtype of communicated elements; auto is bf16 if the iteration has 16 bits, else fp32.",
         Flag(name="--dmuon-exchange-dtype", values="EXCHANGE_POLICIES"),
         Flag(
             name="--orth-dion-exchange-dtype",
-            help="Element type of what travels; M, V and all products stay in fp32. auto is bf16 "
-            "for a model that trains in bf16 where the device is fast in it, else fp32.",
+            help="Dtype of communicated elements; M, V and all products stay in fp32. auto is bf16 "
+            "for a model that trains in bf16 on a device with fast bf16, else fp32.",
             values="EXCHANGE_POLICIES",
         ),
     )
     split_ranks: int | None = setting(
         None,
-        "Most owners among which one matrix is split: ranks of one node, or all of several; auto: "
-        "16. Split is what makes the busiest owner faster by a tenth, or what would not fit in "
-        "memory otherwise.",
+        "Maximum number of owners that share one matrix: ranks of one node, or all of several; "
+        "auto: 16. A matrix is split if that makes the busiest owner faster by a tenth, or if it "
+        "would not fit in memory otherwise.",
         Flag(
             name="--dmuon-split-ranks",
-            values=replace(COUNT, words=f"{COUNT.words}, or auto, and 1 splits none", or_auto=True),
+            values=replace(COUNT, words=f"{COUNT.words}, or auto; 1 splits none", or_auto=True),
         ),
     )
     split_min_gflop: float = setting(
         137.0,
-        "Matrices that take fewer operations than this are not split.",
-        Flag(name="--dmuon-split-min-gflop", values=replace(NOT_NEGATIVE, shown=".15g")),
+        "Matrices with fewer floating-point operations than this are not split.",
+        Flag(name="--dmuon-split-min-gflop", values=replace(NOT_NEGATIVE, number_format=".15g")),
     )
     cost_table: str | None = setting(
         None,
-        "Measured times to balance owners by, from python -m megatron_muon.benchmark "
-        "--cost-table FILE. Default: counted operations.",
+        "Measured times for balancing owners, from python -m megatron_muon.benchmark "
+        "--cost-table FILE. Default: counted FLOPs.",
         Flag(name="--dmuon-cost-table", metavar="FILE"),
     )
     ranks_per_node: int | None = setting(
         None,
-        "Neighbouring ranks on one node; owners are chosen on the node of a matrix where that "
-        "costs no time, and ranks that split a matrix on one, or on whole ones. Default: what "
-        "torchrun says; where it says nothing, all are on one, and auto splits among 8.",
+        "Consecutive ranks on one node; an owner is chosen on the node of its matrix if that "
+        "costs no time, and ranks that share a matrix on one node, or on whole nodes. Default: "
+        "torchrun's value; without one, all ranks are on one node, and auto splits among 8.",
         Flag(name="--matrix-ranks-per-node", values=COUNT),
     )
     exchange_buffer_mb: float | None = setting(
         None,
-        "Bound on all memory that a rank takes for a step, in MiB: messages, assembled matrices "
-        "and what they are computed in. auto: the least that slows nothing down.",
+        "Upper bound on a rank's memory for a step, in MiB: messages, assembled matrices and "
+        "workspace. auto: the smallest without loss of speed.",
         Flag(name="--matrix-exchange-buffer-mb", values=MEBIBYTES),
     )
     rank_fraction: float = setting(
         0.25,
-        "Rank over the smaller side of a matrix, above 0, at most 1.",
+        "Rank relative to the smaller side of a matrix, above 0, at most 1.",
         Flag(name="--orth-dion-rank-fraction", values=FRACTION, offline=True),
     )
     rank_multiple_of: int = setting(
@@ -325,17 +326,17 @@ class MatrixConfig:
     rank_compensation: bool = setting(
         False,
         "Multiply the update by sqrt(smaller side / rank), which gives it the root mean square of "
-        "one of full rank.",
+        "a full-rank update.",
         Flag(name="--orth-dion-rank-compensation"),
     )
-    exchange: ExchangeChoice = setting(  # noqa: RUF009 (it makes a field)
+    exchange: ExchangeChoice = setting(  # noqa: RUF009 (it returns a field)
         "auto",
-        "What travels; auto takes for each matrix what moves fewer bytes.",
+        "What is communicated; auto selects for each matrix whichever needs fewer bytes.",
         Flag(name="--orth-dion-exchange", values=get_args(ExchangeChoice)),
     )
     state_dtype: str = setting(
         "fp32",
-        "Element type in which V is kept between steps. bf16 leaves it orthonormal to 1e-3 only.",
+        "Dtype of V between steps. In bf16 it is orthonormal to 1e-3 only.",
         Flag(name="--orth-dion-state-dtype", values="STATE_DTYPES", offline=True),
     )
 
@@ -344,7 +345,7 @@ class MatrixConfig:
             object.__setattr__(self, "scale_mode", SCALE_MODE.get(self.optimizer, "spectral"))
 
     def split_of(self, family: Family, packing: Packing, rule: Rule) -> SplitMode:
-        """What the rows of a parameter are cut into; the user's rule comes first."""
+        """Return the split of a parameter's rows; the user's rule takes precedence."""
         if packing.rows is RowPacking.WHOLE:
             return "none"
         if rule.split is not None and rule.split != "default":

@@ -1,4 +1,4 @@
-"""Flags, as the table of ``config`` has them: added to a parser, read, and checked."""
+"""The flags declared in ``config``: added to a parser, read, and checked."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def add_flag(group: argparse._ArgumentGroup, flag: Flag, **changed: Any) -> None
     """Add one of our flags to a parser.
 
     Args:
-        group: Of the parser.
+        group: Argument group of the parser.
         flag: One of ``FLAGS``.
-        changed: Arguments of ``add_argument`` that are to be other than the flag's own.
+        changed: Arguments of ``add_argument`` that override the flag's own.
     """
     how: dict[str, Any] = {"dest": flag.dest, "default": flag.default, "help": flag.help}
     if isinstance(flag.default, bool):
@@ -51,18 +51,18 @@ def _or_auto(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         return None if text == "auto" else kind(text)
 
-    # The name stands in argparse's sentence about what cannot be read.
+    # argparse shows the name in its error on an invalid value.
     read.__name__ = getattr(kind, "__name__", "value")
     return read
 
 
 def read_settings(optimizer: str, given: Mapping[str, Any]) -> tuple[MatrixConfig, list[str]]:
-    """Settings of an optimizer, and what could not be read of them.
+    """Return the settings of an optimizer, and errors of values that cannot be parsed.
 
     Args:
-        optimizer: Whose flags are read.
-        given: Values of flags by their attribute of the arguments; one that is not here has the
-            default of the setting.
+        optimizer: The optimizer whose flags are read.
+        given: Values of flags by attribute of the arguments; a missing one has the default of its
+            setting.
     """
     values = {
         flag.field: given[flag.dest]
@@ -88,11 +88,11 @@ def read_settings(optimizer: str, given: Mapping[str, Any]) -> tuple[MatrixConfi
 
 
 def value_problems(settings: MatrixConfig) -> list[str]:
-    """A sentence for every setting of the optimizer whose value its flag does not allow."""
+    """Return an error for every setting of the optimizer with an invalid value."""
     found = (
         flag.problem(getattr(settings, flag.field))
         for flag in FLAGS
-        # An optimizer that does not exist has the settings of both.
+        # An unknown optimizer has the settings common to both.
         if settings.optimizer in flag.setting_of or flag.optimizers == OPTIMIZERS
     )
     return [problem for problem in found if problem is not None]

@@ -1,4 +1,4 @@
-"""Dry run of a training command: ``python -m megatron_muon.plan --world-size N SCRIPT …``."""
+"""Dry-runs a training command: ``python -m megatron_muon.plan --world-size N SCRIPT …``."""
 
 import sys
 

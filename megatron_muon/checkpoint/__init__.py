@@ -1,1 +1,1 @@
-"""Optimizer state on disk as training writes it: names, boxes, and the checks before a load."""
+"""Optimizer state in training's checkpoints: names, boxes, and the checks before a load."""

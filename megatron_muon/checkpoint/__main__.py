@@ -6,11 +6,11 @@ import sys
 
 
 def run() -> int:
-    """Run the command line; training, which imports this package, must not import the tool."""
-    # torch is not imported yet: there is nothing to unwind, and no traceback to show.
+    """Run the command line; imported late, as training imports this package without the tool."""
+    # Until torch is imported there is nothing to unwind, so Ctrl-C needs no traceback.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Before torch starts its thread pool, which does not survive the fork of worker processes.
+    # Before torch starts its thread pool, which does not survive forking worker processes.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from megatron_muon.offline.command import main
 

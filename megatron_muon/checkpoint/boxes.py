@@ -1,8 +1,7 @@
-"""A flat range of a row-major tensor as boxes, the form in which distributed checkpoints store it.
+"""Splits a flat range of a row-major tensor into boxes, the storage units of DCP.
 
-The distributed optimizer gives a rank a range of elements that starts and ends in the middle of a
-row. A format of boxes can hold it all the same: of a matrix it is the rest of one row, whole rows,
-and the beginning of another row.
+The distributed optimizer gives a rank a range of elements that may start and end within a row. Of a
+matrix that is the rest of one row, whole rows, and the beginning of another row.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A box of a tensor whose elements follow one another in memory.
+    """A box of a tensor whose elements are contiguous in memory.
 
     Attributes:
         start: Its first element in the row-major tensor.
@@ -33,12 +32,12 @@ class Box:
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Cut the half-open flat range into as few boxes as possible, in order; none when empty.
+    """Split a half-open flat range into the fewest boxes, in order.
 
-    At most ``2 * len(shape) - 1`` of them: three of a matrix, one of a vector.
+    There are at most ``2 * len(shape) - 1``: three for a matrix, one for a vector.
 
     Args:
-        shape: Shape of the tensor, one axis at least.
+        shape: Shape of the tensor, with at least one axis.
         start: First element.
         stop: One past the last element, at most the number of elements.
     """
@@ -62,7 +61,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 
 def _within(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator[Box]:
-    """Boxes of a range that lies in one index of the first axis."""
+    """Yield the boxes of a range within one index of the first axis."""
     before = index * math.prod(shape[1:])
     for box in boxes(shape[1:], start - before, stop - before):
         yield Box(start=before + box.start, offset=(index, *box.offset), shape=(1, *box.shape))

@@ -1,6 +1,6 @@
-"""Compares the state that a run's optimizer loads with a checkpoint's, before anything loads.
+"""Compares the state that a run would load with a checkpoint's, before loading.
 
-torch's loader reports a difference with a traceback that lists every key of the checkpoint.
+torch's loader reports a difference as a traceback that lists every key of the checkpoint.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from megatron_muon.config import OPTIMIZERS
 Shapes = Mapping[str, tuple[int, ...]]
 """Key in the checkpoint to the global shape of its tensor."""
 
-START_ANEW = "--no-load-optim starts the optimizer anew from the checkpoint's weights"
+RESTART = "--no-load-optim restarts the optimizer from the checkpoint's weights"
 
 
-def convert_it(optimizer: str, flags: str = "") -> str:
-    """The command that converts another optimizer's state to this one's."""
+def convert_advice(optimizer: str, flags: str = "") -> str:
+    """Return the advice to convert another optimizer's state."""
     command = f"python -m megatron_muon.checkpoint convert FOLDER NEW --to {optimizer}{flags}"
     return f"convert its state with {command}, and load NEW"
 
 
 def optimizer_of(keys: Iterator[str] | Mapping[str, Any]) -> str:
-    """Which optimizer wrote these keys, in words; empty without any optimizer state."""
+    """Return the name of the optimizer that wrote these keys; empty without optimizer state."""
     found = [key for key in keys if "optimizer." in key]
     if not found:
         return ""
@@ -39,29 +39,29 @@ def optimizer_of(keys: Iterator[str] | Mapping[str, Any]) -> str:
     return "Megatron's Adam" if states else "another optimizer"
 
 
-def another_optimizer(saved: str, ours: str, *, to_type: str | None = None) -> str:
-    """The sentence on state of ``saved`` in a run of ``ours``; ``to_type`` would go on with it."""
-    with_it = f"type --optimizer {to_type} to go on with it, " if to_type else ""
+def optimizer_mismatch(saved: str, ours: str, *, to_type: str | None = None) -> str:
+    """Return the error for state of ``saved`` in a run of ``ours``; ``to_type`` continues it."""
+    resume = f"type --optimizer {to_type} to continue with it, " if to_type else ""
     return (
-        f"the checkpoint holds optimizer state of {saved}, and this run is --optimizer "
-        f"{ours}: {with_it}{convert_it(ours)}, or {START_ANEW}"
+        f"the checkpoint holds optimizer state of {saved}, and this run uses --optimizer "
+        f"{ours}: {resume}{convert_advice(ours)}, or {RESTART}"
     )
 
 
 def checkpoint_problems(wanted: Shapes, found: Shapes, optimizer: str) -> list[str]:
-    """Sentences on what a checkpoint lacks; empty when it can be loaded.
+    """Return an error for each kind of mismatch; empty if the checkpoint can be loaded.
 
     Args:
-        wanted: What this rank asks for.
-        found: What the checkpoint holds of optimizer state.
-        optimizer: ``dmuon`` or ``orth_dion``, what this run trains with.
+        wanted: Tensors that this rank requests.
+        found: Optimizer state in the checkpoint.
+        optimizer: ``dmuon`` or ``orth_dion``, the optimizer of this run.
     """
     saved = optimizer_of(found)
     if not saved:
-        return [f"the checkpoint holds no optimizer state: {START_ANEW}"]
+        return [f"the checkpoint holds no optimizer state: {RESTART}"]
     if saved != optimizer:
         known = saved if saved in OPTIMIZERS else None
-        return [another_optimizer(saved, optimizer, to_type=known)]
+        return [optimizer_mismatch(saved, optimizer, to_type=known)]
     problems: dict[str, str] = {}
     states: dict[str, set[str]] = {}
     for key in found:
@@ -82,35 +82,36 @@ def _problem(
     states: Mapping[str, set[str]],
     optimizer: str,
 ) -> tuple[str, str]:
-    """(kind, sentence) on one key, empty where it fits. One sentence of a kind is enough."""
+    """Return (kind, error) for one key, empty if it matches; one error per kind is shown."""
     if saved == shape:
         return "", ""
     state, name = split_state_key(key) or ("", key)
     if state == RIGHT_FACTOR and saved is not None:
         short = shape[0]
-        same = f" {saved[1] / short:g} (and the --orth-dion-rank-multiple-of it had)"
+        same = f" {saved[1] / short:g} (and the saved run's --orth-dion-rank-multiple-of)"
+        fraction = f" --orth-dion-rank-fraction {shape[1] / short:g}"
         return "rank", (
             f"V of {name} has rank {saved[1]} in the checkpoint and {shape[1]} here: "
             f"type --orth-dion-rank-fraction{same}, "
-            f"{convert_it('orth_dion', f' --orth-dion-rank-fraction {shape[1] / short:g}')}, or "
-            f"{START_ANEW}"
+            f"{convert_advice('orth_dion', fraction)}, or "
+            f"{RESTART}"
         )
     if saved is not None:
         return "size", (
             f"{name} has shape {_by(saved)} in the checkpoint and {_by(shape)} here: it is another "
-            f"model; give the flags of the saved one, or {START_ANEW}"
+            f"model; use the flags of the saved one, or {RESTART}"
         )
     if name in states:
         then, now = _trained_with(states[name]), _trained_with({state})
         return "rule", (
-            f"{name} was trained with {then} in the checkpoint and is with {now} here: give "
+            f"{name} was trained with {then} in the checkpoint and is with {now} here: use "
             f"the --matrix-rule and --matrix-min-dim of the saved run, "
-            f"{convert_it(optimizer)} (with those of this run), or {START_ANEW}"
+            f"{convert_advice(optimizer)} (with those of this run), or {RESTART}"
         )
     return "name", (
-        f"{name} has no optimizer state in the checkpoint: it is another model, is split in "
-        "another way (--matrix-…, --muon-no-split-qkv), or a --matrix-rule names single layers "
-        f"in one of the two runs only; {START_ANEW}"
+        f"{name} has no optimizer state in the checkpoint: it is another model, is split "
+        "differently (--matrix-…, --muon-no-split-qkv), or a --matrix-rule names single layers "
+        f"in one of the two runs only; {RESTART}"
     )
 
 

@@ -20,11 +20,11 @@ _EARLIER: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """The part of ``.metadata`` that a load is checked against.
+    """The part of ``.metadata`` against which a load is checked.
 
     Attributes:
         shapes: Keys and global shapes of all optimizer state.
-        files: Bytes that every data file has at least.
+        files: Minimum number of bytes of every data file.
     """
 
     shapes: Shapes
@@ -32,17 +32,17 @@ class Index:
 
 
 def read_index(checkpoint_dir: str) -> Index | str:
-    """The index, or why it cannot be read."""
+    """Return the index, or the reason why it cannot be read."""
     try:
         index = FileSystemReader(checkpoint_dir).read_metadata()
         files: dict[str, int] = {}
         for place in (index.storage_data or {}).values():
             end = place.offset + place.length
             files[place.relative_path] = max(files.get(place.relative_path, 0), end)
-    except Exception as error:  # any of pickle's and the file system's
+    except Exception as error:  # of pickle or the file system
         missing = not Path(checkpoint_dir, ".metadata").exists()
         reason = "is missing" if missing else f"cannot be read ({error})"
-        return f"it is incomplete: its .metadata {reason}, as when a save was cut off; {_EARLIER}"
+        return f"it is incomplete: its .metadata {reason}, as in an interrupted save; {_EARLIER}"
     shapes = {
         key: tuple(entry.size)
         for key, entry in index.state_dict_metadata.items()
@@ -52,13 +52,13 @@ def read_index(checkpoint_dir: str) -> Index | str:
 
 
 def damages(checkpoint_dir: str, files: Iterable[tuple[str, int]]) -> list[str]:
-    """A sentence for the first file that is not as long as the index says."""
+    """Return an error for the first file that is shorter than the index says."""
     damage = first_damage(Path(checkpoint_dir), files)
     return [f"it is {damage}; {_EARLIER}"] if damage else []
 
 
 def first_damage(folder: Path, files: Iterable[tuple[str, int]]) -> str:
-    """The first file that is missing or shorter than its number of bytes; empty without any."""
+    """Describe the first file that is missing or shorter than required; empty without any."""
     for name, size in files:
         path = folder / name
         if not path.exists():
@@ -69,19 +69,19 @@ def first_damage(folder: Path, files: Iterable[tuple[str, int]]) -> str:
     return ""
 
 
-def unfinished(folder: Path) -> str:
-    """Why a folder is no finished ``torch_dist`` checkpoint; empty when it is one."""
+def incomplete(folder: Path) -> str:
+    """Describe why a folder is not a complete ``torch_dist`` checkpoint; empty if it is."""
     if "://" in str(folder) or Path(folder, "metadata.json").exists():
         return ""
     if not folder.is_dir():
         there = sorted(entry.name for entry in folder.parent.glob("iter_*"))
         return (
-            f"there is no such checkpoint; of {', '.join(there) or 'no iteration'} in "
-            f"{folder.parent} name one with --ckpt-step"
+            f"there is no such checkpoint; {folder.parent} has {', '.join(there) or 'none'}: "
+            "select one with --ckpt-step"
         )
     if any(folder.glob("mp_rank_0*")):
         return (
-            "it is of --ckpt-format torch: load it with --optimizer adam, and save it with "
+            "it has --ckpt-format torch: load it with --optimizer adam, and save it with "
             "--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable"
         )
-    return f"it is incomplete: its metadata.json is missing, as when a save was cut off; {_EARLIER}"
+    return f"it is incomplete: its metadata.json is missing, as in an interrupted save; {_EARLIER}"

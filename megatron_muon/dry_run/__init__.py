@@ -1,21 +1,21 @@
-"""Megatron and our step at true scale on a machine without a GPU: a fake world.
+"""Runs Megatron and our step at full scale on a machine without a GPU.
 
-Tensors are torch's fake tensors on ``cuda`` (shapes, dtypes and devices without storage), the
-process groups are of torch's "fake" backend (every collective returns at once), and this process is
-one rank of as many as one likes. Megatron's own parser, model builder, ``DistributedDataParallel``
-and our own optimizer run unmodified; what they allocate, launch and send is counted.
+Tensors are torch's fake tensors on ``cuda`` (shapes, dtypes and devices without storage), process
+groups use torch's "fake" backend (every collective returns immediately), and this process is one
+rank of a world of any size. Megatron's parser, model builder, ``DistributedDataParallel`` and our
+optimizer run unmodified; their allocations, launches and messages are counted.
 
-``fake_cuda``         what Megatron asks of a CUDA driver
-``fake_groups``       process groups of a world in which one rank exists
-``megatron_patches``  what Megatron does to tensors that fake ones cannot follow
+``fake_cuda``         replaces the CUDA driver
+``fake_groups``       process groups of a world with a single existing rank
+``megatron_patches``  replaces operations that fake tensors do not support
 ``script``            runs a training script until its optimizer is built
-``counting``          kernel launches, FLOPs, host reads and bytes alive, by operation
+``counting``          kernel launches, FLOPs, host reads and allocated bytes, by operation
 ``step``              one step of any rank of a plan
-``stage``             one pipeline stage as plain data, in a process of its own
-``upstream``          what megatron-core's own muon would do
-``devices``           rates of GPUs, and ``prediction``, times by them
-``command``           ``python -m megatron_muon.plan``; ``text`` is its report
+``stage``             one pipeline stage as plain data, in its own process
+``upstream``          load of megatron-core's own muon
+``devices``           rates of GPUs, from which ``prediction`` computes times
+``command``           ``python -m megatron_muon.plan``; ``text`` formats its report
 
-Everything is replaced for the life of the process: use a process of its own (``plan`` forks one for
-each pipeline stage).
+Replacements last for the life of the process: use a separate process (``plan`` forks one per
+pipeline stage).
 """

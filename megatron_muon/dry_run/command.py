@@ -1,4 +1,4 @@
-"""``python -m megatron_muon.plan``: a training command dry-run, one rank of each pipeline stage."""
+"""``python -m megatron_muon.plan``: dry-runs one rank of each pipeline stage of a command."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         argv: Our flags, the script, its arguments.
 
     Returns:
-        Exit code: 2 for what a real run would refuse; what the script gives where it fails.
+        Exit code: 2 if a real run would be refused; the script's own if it fails.
     """
     options, unknown = _parser().parse_known_args(argv)
     try:
@@ -62,19 +62,25 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_muon.plan",
-        description="What a training command would do at its real size, on a machine without GPU.",
+        description="Dry-run a training command at its real size, on a machine without GPU.",
         allow_abbrev=False,
     )
     add = parser.add_argument
     add("--world-size", type=int, metavar="N", help="number of GPUs")
-    add("--ranks-per-node", type=int, default=8, metavar="N", help="linked by NVLink; default: 8")
+    add(
+        "--ranks-per-node",
+        type=int,
+        default=8,
+        metavar="N",
+        help="ranks linked by NVLink; default: 8",
+    )
     add(
         "--gpu",
         choices=sorted(DEVICES),
         default="h100",
-        help="kernels and predicted times; default: h100",
+        help="selects kernels and predicted times; default: h100",
     )
-    add("--cost-table", metavar="FILE", help="JSON: numbers in place of the modelled ones")
+    add("--cost-table", metavar="FILE", help="JSON that overrides modelled rates")
     add("--json", type=Path, metavar="FILE", help="write the report as JSON")
     add("--plot", metavar="FILE", help="draw load and memory of every rank (needs matplotlib)")
     add("command", nargs=argparse.REMAINDER, help="pretrain_gpt.py and its arguments")
@@ -82,13 +88,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _checked(options: argparse.Namespace, unknown: Sequence[str]) -> Device:
-    """Rates of the device.
+    """Check our flags and return the rates of the device.
 
     Raises:
-        ValueError: What is wrong with our flags, all of it.
+        ValueError: All errors of our flags.
     """
     if unknown:
-        raise ValueError("\n".join(_unknown(word) for word in unknown))
+        raise ValueError("\n".join(_unknown_flag(word) for word in unknown))
     if options.world_size is None:
         raise ValueError("--world-size is missing: type --world-size and the number of GPUs")
     problems = [
@@ -101,9 +107,9 @@ def _checked(options: argparse.Namespace, unknown: Sequence[str]) -> Device:
     ]
     for flag, path in (("--json", options.json), ("--plot", options.plot)):
         if path is not None and (not Path(path).parent.is_dir() or Path(path).is_dir()):
-            problems.append(f"{flag} {path} is no file in a folder that exists")
+            problems.append(f"{flag} {path} is not a file in an existing folder")
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        problems.append("--plot needs matplotlib: type pip install matplotlib")
+        problems.append("--plot requires matplotlib: type pip install matplotlib")
     if not options.command or options.command[0].startswith("-"):
         problems.append("no script given: type pretrain_gpt.py and its arguments after our flags")
     elif not os.path.isfile(options.command[0]):
@@ -117,25 +123,25 @@ def _checked(options: argparse.Namespace, unknown: Sequence[str]) -> Device:
     return device
 
 
-def _unknown(word: str) -> str:
+def _unknown_flag(word: str) -> str:
     ours = [flag for action in _parser()._actions for flag in action.option_strings]
     near = difflib.get_close_matches(word.split("=")[0], ours, n=1)
     advice = f"did you mean {near[0]}?" if near else "type flags of a script after the script"
-    return f"{word} is no flag of python -m megatron_muon.plan: {advice}"
+    return f"{word} is not a flag of python -m megatron_muon.plan: {advice}"
 
 
 def _import_megatron(capability: tuple[int, int]) -> None:
-    """Import what every stage needs before their processes are forked."""
+    """Import Megatron before the stages' processes are forked."""
     fake_cuda.install(capability=capability)
     with warnings.catch_warnings():
-        # That Transformer Engine and Apex are not there.
+        # Transformer Engine and Apex are absent.
         warnings.simplefilter("ignore")
         for module in ("megatron.training", "megatron_muon.integration.builder"):
             importlib.import_module(module)
 
 
 def _all_stages(options: argparse.Namespace) -> tuple[list[StageResult], frozenset[str]]:
-    """Results of one rank of every stage, and rules that reach experts of other ranks only.
+    """Return one rank's result per stage, and rules that match only experts of other ranks.
 
     Raises:
         ConfigurationError: As on every rank of a real run.
@@ -154,22 +160,22 @@ def _all_stages(options: argparse.Namespace) -> tuple[list[StageResult], frozens
     for result in run_stages(jobs[1:]):
         results.append(result)
         _report_progress(f"{len(results)} of {len(jobs)} stages counted")
-    here = unmatched = frozenset.intersection(*(result.unmatched for result in results))
+    unmatched_here = unmatched = frozenset.intersection(*(r.unmatched for r in results))
     if unmatched:
         # Other ranks have other experts.
         ranks = [rank for result in results for rank in result.experts[1:]]
-        for result in run_stages([replace(job, rank=r, asks_rules=True) for r in ranks]):
+        for result in run_stages([replace(job, rank=r, only_rules=True) for r in ranks]):
             unmatched &= result.unmatched
             if not unmatched:
                 break
     if unmatched:
-        # Only now it is known that a rule matches in no stage; the first one says so.
+        # The rules match in no stage, which is known only now; let the first stage refuse them.
         results += run_stages([replace(job, unmatched=unmatched)])
     if refused := [result for result in results if result.problems]:
         earliest = min(result.checks for result in refused)
         found = [p for result in refused if result.checks == earliest for p in result.problems]
         raise ConfigurationError(list(dict.fromkeys(found)))
-    return results, here - unmatched
+    return results, unmatched_here - unmatched
 
 
 def _report_progress(text: str) -> None:
@@ -179,10 +185,10 @@ def _report_progress(text: str) -> None:
 def merge(
     results: Sequence[StageResult], options: argparse.Namespace, device: Device
 ) -> dict[str, Any]:
-    """The report as plain data: what ``--json`` writes.
+    """Return the report as plain data, as written by ``--json``.
 
     Args:
-        results: Those of all stages.
+        results: Results of all stages.
         options: Our flags.
         device: Rates.
     """
@@ -194,7 +200,7 @@ def merge(
     for result, stage in zip(results, stages, strict=True):
         groups = {group["domain"]: group["groups_in_stage"] for group in stage["groups"]}
         for summary in result.summaries:
-            # Every group of experts tells of itself; they are alike.
+            # Each group of experts has one summary, and all are equal.
             copies = groups.get(summary.domain, 1) if summary.domain == "expert" else 1
             everyone += [summary] * copies
     prediction = predict(stages, device, options.world_size)

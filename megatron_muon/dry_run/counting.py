@@ -1,4 +1,4 @@
-"""Kernel launches, FLOPs, host reads and bytes alive of whatever runs inside a ``with`` block."""
+"""Counts kernel launches, FLOPs, host reads and allocated bytes inside a ``with`` block."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
-"""Operations that multiply matrices, and the position of the first factor."""
+"""Matrix products, and the position of the first factor."""
 
 _ALLOCATIONS = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_"}
 )
-_MOST_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36}
-_MOST_BLOCKS = 320
+_MAX_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36}
+_MAX_BLOCKS = 320
 _BLOCK = 1 << 16
-"""Of one launch over lists of tensors, by their number: ATen/native/cuda/MultiTensorApply.cuh."""
+"""Limits of one launch by number of tensor lists: ATen/native/cuda/MultiTensorApply.cuh."""
 
 
 class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what a GPU would do, by the name of the operation.
+    """Counts the work of a GPU, by operation.
 
     Attributes:
         kernels: Kernel launches by operation.
-        slow: Tensors of operations on lists that go one by one, because layouts or dtypes differ.
+        slow: Tensors of list operations processed one by one, as layouts or dtypes differ.
         flops: Floating-point operations of matrix products.
-        alive: Bytes of the tensors that were made inside and are still there.
-        peak: The most that ``alive`` has been.
+        alive: Bytes of live tensors created inside.
+        peak: Maximum of ``alive``.
 
     Args:
         known: Tensors whose memory is not counted.
@@ -100,7 +100,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _is_fast(name: str, lists: Sequence[Sequence[torch.Tensor]]) -> bool:
-    """Whether one kernel takes the whole lists: ATen/native/ForeachUtils.h."""
+    """Return True if one kernel processes whole lists: ATen/native/ForeachUtils.h."""
     each = [{t.dtype for t in one} for one in lists]
     same_dtypes = len(set.union(*each)) == 1 or ("copy" in name and all(len(d) == 1 for d in each))
     return (
@@ -127,19 +127,19 @@ def _multi_tensor_launches(lists: Sequence[Sequence[torch.Tensor]]) -> int:
     for tensor in lists[0]:
         tensors += 1
         blocks += -(-tensor.numel() // _BLOCK)
-        launches += blocks // _MOST_BLOCKS
-        if blocks >= _MOST_BLOCKS:
-            blocks %= _MOST_BLOCKS
+        launches += blocks // _MAX_BLOCKS
+        if blocks >= _MAX_BLOCKS:
+            blocks %= _MAX_BLOCKS
             tensors = 1 if blocks else 0
-        if tensors >= _MOST_TENSORS.get(len(lists), 36):
+        if tensors >= _MAX_TENSORS.get(len(lists), 36):
             launches, tensors, blocks = launches + 1, 0, 0
     return launches + (blocks > 0)
 
 
 def count_host_reads(run: Callable[[], object]) -> int:
-    """How often something asks a fake tensor for its value; each one is answered with none.
+    """Count reads of a fake tensor's value by the host.
 
-    A flag is not set and ``nonzero`` finds nothing, so that what depends on them is passed by.
+    Flags read as False and ``nonzero`` as empty, so that branches depending on them are skipped.
     """
     reads = 0
     originals = {name: getattr(torch.Tensor, name) for name in ("nonzero", "__bool__")}
@@ -158,7 +158,7 @@ def count_host_reads(run: Callable[[], object]) -> int:
     try:
         run()
     except DataDependentOutputException as error:
-        raise RuntimeError(f"the step waits for the value of a tensor ({error})") from error
+        raise RuntimeError(f"the step reads the value of a tensor ({error})") from error
     finally:
         for name, original in originals.items():
             setattr(torch.Tensor, name, original)

@@ -1,4 +1,4 @@
-"""Rates of devices for predicted times: all of them are modelled, none was measured here."""
+"""Rates of devices for predicted times: all are modelled, none was measured here."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What one GPU reaches, not what its data sheet promises: about 70-85 % of that.
+    """Achieved rates of one GPU, about 70-85 % of its data sheet.
 
     Attributes:
         gemm_tflops: bf16 matrix products of a Newton-Schulz iteration.
-        training_tflops: Model FLOPs of a whole training step, attention not counted.
+        training_tflops: Model FLOPs of a whole training step, without attention.
         memory_gb_per_s: Element-wise kernels.
-        node_gb_per_s: Sent by a rank to ranks of its node.
-        network_gb_per_s: Sent by a rank to other nodes.
-        launch_us: A kernel launch by the host.
+        node_gb_per_s: Data sent by a rank within its node.
+        network_gb_per_s: Data sent by a rank to other nodes.
+        launch_us: Kernel launch by the host.
         message_us: Latency of an all-to-all.
     """
 
@@ -70,39 +70,39 @@ DEVICES = {
 
 
 CAPABILITIES = {"a100": (8, 0), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0), "gb300": (10, 3)}
-"""CUDA compute capability, by which kernels and dtypes are chosen."""
+"""CUDA compute capability, which determines kernels and dtypes."""
 
 
 def device_of(name: str, table: str | None = None) -> Device:
-    """A device, with the numbers of a file in place of the modelled ones.
+    """Return a device, with modelled rates overridden by a file.
 
     Args:
         name: Key of ``DEVICES``.
-        table: Path of a JSON object; its keys are the attributes of ``Device``.
+        table: Path of a JSON object; its keys are attributes of ``Device``.
 
     Raises:
-        ValueError: The file cannot be read, a key is not known or a number is not positive.
+        ValueError: The file cannot be read, a key is unknown or a number is not positive.
     """
     device = DEVICES[name]
     if table is None:
         return device
     known = {field.name for field in fields(Device)}
-    says = f"--cost-table {table}"
+    source = f"--cost-table {table}"
     try:
         values = json.loads(Path(table).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"{says} cannot be read ({error.strerror}): give a JSON file") from error
+        raise ValueError(f"{source} cannot be read ({error.strerror}): name a JSON file") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{says} is no JSON ({error})") from error
+        raise ValueError(f"{source} is not JSON ({error})") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{says} holds no JSON object: write {{{', '.join(sorted(known))}}}")
+        raise ValueError(f"{source} holds no JSON object: write {{{', '.join(sorted(known))}}}")
     if unknown := sorted(set(values) - known):
         raise ValueError(
-            f"{says} has the unknown key{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}; "
-            f"known are {', '.join(sorted(known))}"
+            f"{source} has the unknown key{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}; "
+            f"supported are {', '.join(sorted(known))}"
         )
     for key, value in values.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not 0 < value < float("inf"):
-            raise ValueError(f"{says}: {key} is {value!r}; it must be a number above 0")
+            raise ValueError(f"{source}: {key} is {value!r}; it must be a number above 0")
     return replace(device, **values)

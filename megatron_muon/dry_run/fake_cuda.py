@@ -1,4 +1,4 @@
-"""Enough of ``torch.cuda`` for Megatron's constructors, and fake tensors without a driver."""
+"""Replaces ``torch.cuda`` as far as Megatron's constructors and fake tensors require."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEVICES_PER_NODE = 8
 
 
 class _Stream:
-    """A stream or event: entered, recorded, waited for, to no effect."""
+    """A stream or event without effect."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.cuda_stream = 0
@@ -33,10 +33,10 @@ def install(name: str = "fake H100", capability: tuple[int, int] = (9, 0)) -> No
 
     Args:
         name: Name of the device.
-        capability: Its compute capability, by which kernels and dtypes are chosen.
+        capability: Its compute capability, which determines kernels and dtypes.
     """
     fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
-    # torch.tensor(…, device="cuda") would ask the driver.
+    # torch.tensor(…, device="cuda") would query the driver.
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment]
     torch._C._ensureCUDADeviceGuardSet()
     properties = types.SimpleNamespace(
@@ -84,13 +84,13 @@ def install(name: str = "fake H100", capability: tuple[int, int] = (9, 0)) -> No
 
 
 def convert(module: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.nn.Module:
-    """A module on ``cuda``, and in a dtype, by new parameters in place of the old ones.
+    """Move a module to ``cuda`` and a dtype by replacing its parameters.
 
-    Torch itself swaps the data of the old ones, which fake tensors do not have.
+    Torch itself swaps the parameters' data, which fake tensors do not have.
 
     Args:
         module: The module, changed in place.
-        dtype: Of floating-point parameters and buffers; None leaves it.
+        dtype: Dtype of floating-point parameters and buffers; None keeps it.
     """
     for part in module.modules():
         for values in (part._parameters, part._buffers):
@@ -103,7 +103,7 @@ def convert(module: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.
                 new: Any = torch.empty_like(old, dtype=wanted, device="cuda")
                 if isinstance(old, torch.nn.Parameter):
                     new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
-                # Megatron's marks, and not those by which a fake tensor knows its device.
+                # Megatron's attributes, but not the fake tensor's own.
                 for attribute in vars(old).keys() - vars(new).keys():
                     setattr(new, attribute, getattr(old, attribute))
                 values[name] = new

@@ -1,4 +1,4 @@
-"""Process groups of a world in which only one rank exists."""
+"""Process groups of a world with a single existing rank."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 def join(*, world_size: int, rank: int, ranks_per_node: int) -> None:
-    """Make the default process group, and cheap what depends on the size of the world.
+    """Create the default process group, and replace operations that scale with the world size.
 
-    Groups that this rank is not in are never made; objects that are gathered are this rank's own,
-    as many times as there are ranks.
+    Groups without this rank are not created; gathered objects are copies of this rank's own.
     """
     os.environ |= {
         "RANK": str(rank),

@@ -1,4 +1,4 @@
-"""What Megatron does that fake tensors or a world of one rank cannot follow."""
+"""Replaces parts of Megatron that fake tensors or a single existing rank do not support."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_muon.dry_run.fake_cuda import convert
 
 
 def install() -> None:
-    """Replace a few functions of Megatron; none of them decides a shape, a dtype or a layout."""
+    """Replace a few functions of Megatron; none affects a shape, a dtype or a layout."""
     import megatron.core.datasets.utils as dataset_utils
     import megatron.training.initialize as initialize
     import megatron.training.training as training
@@ -24,7 +24,7 @@ def install() -> None:
 
     mark_norms_under_sequence_parallel()
     training.set_jit_fusion_options = lambda *_, **__: None
-    # Rank 0 would compile an extension that reads datasets.
+    # Rank 0 would compile the extension of the datasets.
     dataset_utils.compile_helpers = lambda: None
     initialize._set_random_seed = lambda *_, **__: None
     CudaRNGStatesTracker.fork = lambda self, name=None: nullcontext()
@@ -64,10 +64,10 @@ def _convert_outside_of_modules() -> None:
 
 
 def _build_hybrid_layers() -> None:
-    """Layers of a hybrid model as ``--transformer-impl local`` makes those of a GPT.
+    """Build layers of a hybrid model as ``--transformer-impl local`` builds those of a GPT.
 
-    Megatron has one specification for them, of Transformer Engine's layers, and asks for the
-    kernels of Mamba where it only builds parameters.
+    Megatron has a single specification for them, with Transformer Engine's layers, and requires the
+    kernels of Mamba to build its parameters.
     """
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
@@ -80,7 +80,7 @@ def _build_hybrid_layers() -> None:
     local = LocalSpecProvider()
 
     class NormAndLinear(local.column_parallel_linear()):  # type: ignore[misc]
-        """The weights of a norm and of the linear layer that follows it."""
+        """The weights of a norm and of the following linear layer."""
 
         def __init__(self, input_size: int, *args: Any, **kwargs: Any) -> None:
             super().__init__(input_size, *args, **kwargs)
@@ -120,5 +120,5 @@ def _build_hybrid_layers() -> None:
     mamba_mixer.HAVE_MAMBA_SSM = True
     mamba_mixer.ExtendedRMSNorm = GatedNorm
     hybrid_block.TENorm = WrappedTorchNorm
-    # The second is what ``--spec`` names.
+    # ``--spec`` names the second.
     hybrid.default_hybrid_stack_spec = specs.hybrid_stack_spec = localized(specs.hybrid_stack_spec)

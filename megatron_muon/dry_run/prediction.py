@@ -1,4 +1,4 @@
-"""Predicted times of optimizer steps, and what they recommend. Every time is modelled."""
+"""Predicts times of optimizer steps, and derives recommendations. Every time is modelled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_muon.dry_run.devices import Device
 from megatron_muon.dry_run.upstream import MODES
 from megatron_muon.placement import MOST_SPLIT_RANKS
 
-# Bytes of memory traffic of an element: gradient, masters, state, update and weight.
+# Bytes of memory traffic per element: gradient, masters, state, update and weight.
 _ADAM_TRAFFIC = 30
 _MATRIX_TRAFFIC = 30
 _PASSES_OF_ITERATION = 24
@@ -19,7 +19,7 @@ Stage = Mapping[str, Any]
 
 
 def predict(stages: Sequence[Stage], device: Device, world_size: int) -> dict[str, Any]:
-    """Milliseconds of the optimizer step in the slowest stage, and per cent of AdamW's whole step.
+    """Predict milliseconds of the optimizer step in the slowest stage, and percent over AdamW.
 
     Args:
         stages: Reports of all stages.
@@ -57,7 +57,7 @@ def predict(stages: Sequence[Stage], device: Device, world_size: int) -> dict[st
 
 
 def _parts(group: Mapping[str, Any], device: Device) -> dict[str, float]:
-    """Seconds of ours by what they are spent on, as if one after another."""
+    """Return the seconds of each part of our step, as if executed sequentially."""
     return {
         "elementwise": (
             group["held_elements"] * _MATRIX_TRAFFIC + group["adam_elements"] * _ADAM_TRAFFIC
@@ -81,7 +81,7 @@ def _seconds(name: str, group: Mapping[str, Any], device: Device) -> float:
     if name == "ours":
         parts = _parts(group, device)
         less, more = sorted((parts["products"], parts["exchange"]))
-        # A wave is exchanged while another one is computed: of the shorter the first is in sight.
+        # Waves are exchanged while others are computed: only the first of the shorter is exposed.
         waves: int = max(1, group["waves"])
         return max(parts["elementwise"] + more + less / waves, parts["launches"])
     load = group["upstream"][name.removeprefix("muon_")]
@@ -95,7 +95,7 @@ def _seconds(name: str, group: Mapping[str, Any], device: Device) -> float:
 
 
 def _gather(name: str, group: Mapping[str, Any], device: Device) -> float:
-    """Weights to all data-parallel ranks, by rings over all links that a node has to others."""
+    """Return the seconds of the weights' all-gather, as rings over all links of a node."""
     dp, near = group["dp"], group["dp_ranks_on_a_node"]
     size: float = group["memory"]["weights"]
     if name.startswith("muon_"):
@@ -107,13 +107,13 @@ def _gather(name: str, group: Mapping[str, Any], device: Device) -> float:
 
 
 def padding(group: Mapping[str, Any]) -> float:
-    """Elements by which megatron-core's layer-wise layout pads, over those of the matrices."""
+    """Return the padding of megatron-core's layer-wise layout relative to the matrices."""
     added: float = next(iter(group["upstream"].values()))["padding_elements"]
     return float(added * group["tp"] / group["elements"]) if group["elements"] else 0.0
 
 
 def _training_seconds(stages: Sequence[Stage], device: Device, world_size: int) -> float:
-    """Forward and backward of a global batch: 6 FLOPs for each active element and token."""
+    """Return the seconds of forward and backward: 6 FLOPs per active element and token."""
     active = stages[0]["output_elements"]
     for stage in stages:
         for group in stage["groups"]:
@@ -129,64 +129,65 @@ def _training_seconds(stages: Sequence[Stage], device: Device, world_size: int) 
 def recommendations(
     stages: Sequence[Stage], settings: Any, prediction: Mapping[str, Any]
 ) -> list[str]:
-    """What to change, each with its reason.
+    """Return recommended changes with their reasons.
 
     Args:
         stages: Reports of all stages.
         settings: Settings of the matrix optimizer.
-        prediction: What ``predict`` gave.
+        prediction: Result of ``predict``.
     """
     found = []
     groups = [group for stage in stages for group in stage["groups"] if group["matrices"]]
     dmuon = settings.optimizer == "dmuon"
     if dmuon and settings.split_ranks is not None and settings.split_ranks < MOST_SPLIT_RANKS:
         found += _split_more(groups, settings)
-    dear = [g for g in groups if g["sent_bytes"] > g["dmuon_sent_bytes"]]
-    many = [g for g in groups if not dmuon and 2 * g["by_factors"] < g["matrices"]]
-    if not dmuon and (dear or many):
-        worst = max(dear or many, key=lambda g: g["sent_bytes"] / max(1, g["dmuon_sent_bytes"]))
+    expensive = [g for g in groups if g["sent_bytes"] > g["dmuon_sent_bytes"]]
+    few_factors = [g for g in groups if not dmuon and 2 * g["by_factors"] < g["matrices"]]
+    if not dmuon and (expensive or few_factors):
+        worst = max(
+            expensive or few_factors, key=lambda g: g["sent_bytes"] / max(1, g["dmuon_sent_bytes"])
+        )
         found.append(
             "fewer, larger gradient buckets (--ddp-num-buckets 1 to 4, or a larger "
             f"--ddp-bucket-size): only {worst['by_factors']} of {worst['matrices']} "
-            f"{worst['domain']} matrices are exchanged as factors, since small buckets cut each "
+            f"{worst['domain']} matrices are exchanged as factors, since small buckets split each "
             f"over many ranks; {worst['sent_bytes'] / max(1, worst['dmuon_sent_bytes']):.2f} x "
-            "dmuon's bytes are sent. A bucket as large as ranks x matrix leaves whole rows on a "
-            "rank"
+            "dmuon's bytes are sent. A bucket of size ranks x matrix keeps whole rows on a rank"
         )
     parts = prediction["ours_ms"]
     costs = {key: parts[key] for key in ("products", "exchange", "launches")}
-    first = max(costs, key=lambda key: costs[key])
-    if dmuon and first == "exchange":
+    largest = max(costs, key=lambda key: costs[key])
+    if dmuon and largest == "exchange":
         found.append(
-            f"the exchange takes longest ({costs['exchange']:.1f} ms, products "
+            f"the exchange dominates ({costs['exchange']:.1f} ms, products "
             f"{costs['products']:.1f} ms): more tensor or expert parallelism inside a node, or "
             "--optimizer orth_dion with a small rank, sends less over the network"
         )
-    if first == "launches":
+    if largest == "launches":
         found.append(
-            f"kernel launches take longest ({costs['launches']:.1f} ms): larger "
-            "--matrix-exchange-buffer-mb make larger batches"
+            f"kernel launches dominate ({costs['launches']:.1f} ms): a larger "
+            "--matrix-exchange-buffer-mb allows larger batches"
         )
-    return found or ["nothing to change: no setting of ours is predicted to be faster by 10 %"]
+    return found or ["nothing to change: no setting is predicted to be faster by 10 %"]
 
 
 def _split_more(groups: Sequence[Mapping[str, Any]], settings: Any) -> list[str]:
-    """Advice where a part of the largest matrix is above the mean, as small as it may be."""
+    """Advise where even the smallest allowed part of the largest matrix exceeds the mean load."""
     bound = settings.split_ranks
-    lone = [
+    limited = [
         g
         for g in groups
         if g["largest_matrix_flops"] > 1.1 * bound * g["flops_mean"]
         and g["largest_matrix_flops"] >= settings.split_min_gflop * 1e9
         and g["tp"] * g["dp"] > bound
     ]
-    if not lone:
+    if not limited:
         return []
-    worst = max(lone, key=lambda g: g["largest_matrix_flops"])
+    worst = max(limited, key=lambda g: g["largest_matrix_flops"])
     advice = (
         f"--dmuon-split-ranks auto: one {worst['domain']} matrix is "
         f"{worst['largest_matrix_flops'] / 1e12:.3g} TFLOP and the mean of its "
         f"{worst['tp'] * worst['dp']} ranks {worst['flops_mean'] / 1e12:.3g}; "
-        f"--dmuon-split-ranks {bound} keeps more of them from sharing it"
+        f"--dmuon-split-ranks {bound} prevents more ranks from sharing it"
     )
     return [advice]

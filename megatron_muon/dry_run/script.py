@@ -16,23 +16,23 @@ from megatron_muon.cpu import default_flags
 from megatron_muon.dry_run import fake_cuda, fake_groups
 from megatron_muon.integration.support import ConfigurationError
 
-# Of the flags that a CPU dictates those that choose a kernel; workers and backends are not started.
+# Flags of a CPU run that are not needed here, as neither backend nor workers are started.
 _ONLY_ON_CPU = ("--distributed-backend", "--num-workers")
 
 REMOVED = ("--tp-comm-overlap", "--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-fusion")
-"""Flags without a value that choose kernels of Transformer Engine and change no matrix."""
+"""Flags without a value that select kernels of Transformer Engine and change no matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """What the script had built when it was stopped.
+    """The state of the script when its optimizer was built.
 
     Attributes:
-        mode: The mode in which fake tensors are made.
+        mode: The mode that creates fake tensors.
         args: Megatron's arguments, validated.
         model_chunks: Model chunks of this rank, wrapped.
         optimizer: Our chain of optimizers.
-        summaries: Their parts of the table at start.
+        summaries: Their parts of the start-up table.
         replaced: Flags that were set for the dry run.
     """
 
@@ -45,7 +45,7 @@ class Built:
 
 
 class _BuiltError(Exception):
-    """Carries what was built out of the script."""
+    """Returns the optimizer from inside the script."""
 
     def __init__(self, optimizer: Any, model_chunks: Sequence[Any], summaries: Any) -> None:
         self.optimizer, self.model_chunks, self.summaries = optimizer, model_chunks, summaries
@@ -66,7 +66,7 @@ def build(
     Args:
         command: The script and its arguments.
         world_size: Number of ranks.
-        rank: The one to be.
+        rank: The rank to run as.
         ranks_per_node: Ranks on one node.
         capability: Compute capability of the GPUs.
 
@@ -84,7 +84,7 @@ def build(
     megatron_patches.install()
     import megatron.training.training as training
 
-    asked, original = training.get_megatron_optimizer, builder.get_matrix_optimizer
+    requested, original = training.get_megatron_optimizer, builder.get_matrix_optimizer
     summaries: list[Any] = []
 
     def built(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ def build(
             raise ConfigurationError(
                 [f"--optimizer {config.optimizer} cannot be planned: type --optimizer dmuon"]
             )
-        return asked(config, *args, **kwargs)
+        return requested(config, *args, **kwargs)
 
     training.get_megatron_optimizer = only_ours
 
@@ -110,10 +110,10 @@ def build(
         ("startup_report", report),
     ):
         setattr(builder, name, value)
-    # A value on which nothing depends that is planned or counted.
+    # No planned or counted quantity depends on the value.
     item = torch.Tensor.item
     torch.Tensor.item = lambda self: 0.0 if isinstance(self, FakeTensor) else item(self)  # type: ignore[method-assign]
-    script, replaced = command[0], _replaced_flags(command)
+    script, replaced = command[0], _replaced_flags()
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     sys.argv = [*(word for word in command if word not in REMOVED), *replaced]
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -136,8 +136,8 @@ def build(
     raise RuntimeError(f"{script} ended without building an optimizer of --optimizer dmuon")
 
 
-def _replaced_flags(command: Sequence[str]) -> list[str]:
-    """Flags that choose layers which need no GPU to be built; later ones win over earlier ones."""
+def _replaced_flags() -> list[str]:
+    """Return flags that select layers which are built without a GPU, to follow the command's."""
     found: list[str] = []
     skipped = False
     for word in default_flags():

@@ -1,4 +1,4 @@
-"""What one pipeline stage of a training command would do, as plain data: one process a stage."""
+"""Reports the work of one pipeline stage of a command as plain data, in one process per stage."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from megatron_muon.dry_run.upstream import MODES, upstream_load
 from megatron_muon.integration.support import ConfigurationError
 
 MASTER_BYTES, ADAM_BYTES = 4, 8
-"""Of an element on the rank that holds it; fp32 weights are their own masters."""
+"""Bytes per element on the rank that stores it; fp32 weights are their own masters."""
 
-_SHOWN = 4000
+_MAX_OUTPUT = 4000
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageResult:
-    """What the process of a stage found.
+    """The result of a stage's process.
 
     Attributes:
-        report: The stage as plain data; empty where it was refused or failed.
-        summaries: Its parts of the table at start.
+        report: The stage as plain data; None if it was refused or failed.
+        summaries: Its parts of the start-up table.
         settings: Settings of the matrix optimizer.
         flags_set: Flags that were set for the dry run.
-        pipeline: The ranks of the world that are like this one in every stage.
-        experts: The ranks of this stage that are like this one and have other experts.
-        problems: Sentences of a refusal.
-        checks: Rounds of checks that the ranks had made together before it.
+        pipeline: The corresponding ranks in every stage.
+        experts: The corresponding ranks of this stage with other experts.
+        problems: Errors of a refusal.
+        checks: Rounds of collective checks before the refusal.
         unmatched: Patterns of rules that match nothing here.
         failure: (exit code, output) of a script that ended otherwise.
     """
@@ -56,7 +56,7 @@ class StageResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A rank to be.
+    """A rank to run.
 
     Attributes:
         command: The script and its arguments.
@@ -65,7 +65,7 @@ class Job:
         rank: The rank.
         capability: Compute capability of the GPUs.
         unmatched: Patterns of rules that match nothing in any stage.
-        asks_rules: Whether to end when it is known which rules match nothing.
+        only_rules: True to stop when the rules without a match are known.
     """
 
     command: tuple[str, ...]
@@ -74,19 +74,19 @@ class Job:
     rank: int
     capability: tuple[int, int]
     unmatched: frozenset[str] = frozenset()
-    asks_rules: bool = False
+    only_rules: bool = False
 
 
 def run_stages(jobs: Sequence[Job]) -> Iterator[StageResult]:
-    """Results of jobs in their order, as many at once as there are cores.
+    """Yield the results of jobs in order, with as many in parallel as there are cores.
 
-    Call it in a process that has imported Megatron: the processes are forked from it.
+    Call it in a process that has imported Megatron, from which the processes are forked.
     """
     fork = multiprocessing.get_context("fork")
-    at_once = os.cpu_count() or 1
-    for first in range(0, len(jobs), at_once):
+    parallel = os.cpu_count() or 1
+    for first in range(0, len(jobs), parallel):
         started = []
-        for job in jobs[first : first + at_once]:
+        for job in jobs[first : first + parallel]:
             receiver, sender = fork.Pipe(duplex=False)
             process = fork.Process(target=_run, args=(job, sender))
             process.start()
@@ -110,9 +110,9 @@ def _run(job: Job, sender: Connection) -> None:
             output.flush()
             output.seek(0)
             code, text = result.failure
-            result = replace(result, failure=(code, (output.read() + text)[-_SHOWN:]))
+            result = replace(result, failure=(code, (output.read() + text)[-_MAX_OUTPUT:]))
         sender.send(result)
-    # What the script has registered to run at exit is meant for a real world.
+    # Exit handlers of the script are meant for a real run.
     os._exit(0)
 
 
@@ -132,16 +132,16 @@ def _result(job: Job) -> StageResult:
             summaries=tuple(checks.summaries),
             settings=checks.settings,
             flags_set=built.replaced,
-            pipeline=_like_this_one("pipeline_model_parallel"),
-            experts=_like_this_one("expert_model_parallel"),
+            pipeline=_corresponding_ranks("pipeline_model_parallel"),
+            experts=_corresponding_ranks("expert_model_parallel"),
             unmatched=frozenset(checks.unmatched),
         )
     except ConfigurationError as error:
         return StageResult(
             problems=error.problems,
             checks=checks.count,
-            pipeline=_like_this_one("pipeline_model_parallel"),
-            experts=_like_this_one("expert_model_parallel"),
+            pipeline=_corresponding_ranks("pipeline_model_parallel"),
+            experts=_corresponding_ranks("expert_model_parallel"),
             unmatched=frozenset(checks.unmatched),
         )
     except SystemExit as error:
@@ -152,7 +152,7 @@ def _result(job: Job) -> StageResult:
 
 
 class _Checks:
-    """Remembers what the builder asks all ranks, for the stages are asked one by one."""
+    """Records the builder's collective checks, as the stages run separately."""
 
     def __init__(self, job: Job) -> None:
         self.count = 0
@@ -170,19 +170,19 @@ class _Checks:
         def counted(problems: Any, rules: Any = (), names: Any = ()) -> None:
             self.count += 1
             self.unmatched |= set(unmatched_rules(rules, names))
-            if self._job.asks_rules and names:
+            if self._job.only_rules and names:
                 raise ConfigurationError([])
             check(problems, [r for r in rules if r.pattern in self._job.unmatched], names)
 
-        def remembered(settings: Any, *args: Any, **kwargs: Any) -> Any:
+        def recorded(settings: Any, *args: Any, **kwargs: Any) -> Any:
             self.settings = settings
             self.summaries.append(summarize(settings, *args, **kwargs))
             return self.summaries[-1]
 
-        builder._raise_on_every_rank, builder.summarize = counted, remembered
+        builder._raise_on_every_rank, builder.summarize = counted, recorded
 
 
-def _like_this_one(group: str) -> tuple[int, ...]:
+def _corresponding_ranks(group: str) -> tuple[int, ...]:
     from megatron.core import parallel_state
 
     if not parallel_state.is_initialized():
@@ -192,7 +192,7 @@ def _like_this_one(group: str) -> tuple[int, ...]:
 
 
 def stage_report(built: Built, job: Job) -> dict[str, Any]:
-    """One stage as plain data; its keys are those of ``--json``."""
+    """Return one stage as plain data, with the keys of ``--json``."""
     args = built.args
     groups = [
         _group_report(built, optimizer, job.ranks_per_node)
@@ -291,7 +291,7 @@ def _group_report(built: Built, optimizer: Any, ranks_per_node: int) -> dict[str
         "memory_of_ranks": [x + loads[r].peak_buffer_bytes for r, x in enumerate(state)],
         "counted_against_plan": {
             "sent_bytes": sent.sent_bytes - loads[sender].sent_bytes,
-            # What QR takes is planned, and not counted.
+            # QR is included in the plan, but not counted.
             "flops_percent": None
             if any(scheme.factors for scheme in plan.schemes)
             else 100 * (most.flops / max(1, loads[busiest].flops) - 1),
@@ -302,7 +302,7 @@ def _group_report(built: Built, optimizer: Any, ranks_per_node: int) -> dict[str
 
 
 def _elements(built: Built, plan: Any, domain: Any) -> tuple[list[int], list[int]]:
-    """Elements of matrices, and of Adam's parameters, in the ranges of every DP rank."""
+    """Return the elements of matrices, and of Adam's parameters, on every DP rank."""
     dp = plan.group.dp
     held, adam = [0] * dp, [0] * dp
     for parameter in plan.parameters:

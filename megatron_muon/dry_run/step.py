@@ -1,4 +1,4 @@
-"""One step of any rank of a plan on fake tensors: what it allocates, launches and sends."""
+"""Counts allocations, launches and messages of one step of any rank of a plan."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from megatron_muon.placement import Plan
 
 @dataclass(frozen=True, kw_only=True)
 class StepCounts:
-    """What one rank does in one step, counted.
+    """Counts of one rank in one step.
 
     Attributes:
         rank: Rank in the exchange group.
-        transient_bytes: Most bytes alive at once of all that the step allocates.
+        transient_bytes: Peak of live bytes that the step allocates.
         flops: Floating-point operations of matrix products.
         kernels: Kernel launches by operation.
-        slow: Tensors of list operations that go one by one, by operation.
-        host_reads: Times that the host waits for a value.
+        slow: Tensors of list operations processed one by one, by operation.
+        host_reads: Number of times that the host waits for a value.
         messages: All-to-all calls.
         sent: Partner to the bytes sent to it.
         received_bytes: Bytes received.
@@ -55,7 +55,7 @@ class StepCounts:
 
 @dataclass(kw_only=True)
 class _Transport:
-    """Sends nothing and remembers what would have been sent to whom."""
+    """Sends nothing and records the messages."""
 
     rank: int
     messages: int = 0
@@ -80,7 +80,7 @@ class _Transport:
         return self
 
     def wait(self) -> None:
-        """Nothing is under way."""
+        """Return immediately."""
 
 
 def count_step(plan: Plan, rule: MatrixRule, rank: int, device: torch.device) -> StepCounts:
@@ -88,12 +88,12 @@ def count_step(plan: Plan, rule: MatrixRule, rank: int, device: torch.device) ->
 
     Args:
         plan: The plan.
-        rule: The update rule that belongs to it.
+        rule: Its update rule.
         rank: Rank in the exchange group.
         device: Device of the tensors.
 
     Raises:
-        RuntimeError: The step asks for the value of a tensor where it must not.
+        RuntimeError: The step reads the value of a tensor where it must not.
     """
     transport = _Transport(rank=rank)
     exchange = Exchange(

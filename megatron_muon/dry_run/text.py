@@ -1,4 +1,4 @@
-"""The report of a dry run as text, and load and memory of ranks as a picture."""
+"""Formats the report of a dry run as text, and plots load and memory of all ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ MIB, GIB = 2**20, 2**30
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """Text of a report.
+    """Return a report as text.
 
     Args:
-        report: What ``--json`` writes.
+        report: The data of ``--json``.
     """
     title = (
-        f"dry run: {report['world_size']} ranks, {report['ranks_per_node']} a node; "
+        f"dry run: {report['world_size']} ranks, {report['ranks_per_node']} per node; "
         f"one rank of each of {len(report['stages'])} pipeline stages"
     )
     lines = [
@@ -28,7 +28,7 @@ def render(report: Mapping[str, Any]) -> str:
         report["table_at_start"],
     ]
     lines += [
-        f"rule {pattern} reaches experts of other ranks than those that were run"
+        f"rule {pattern} matches only experts of ranks that were not run"
         for pattern in report["rules_of_other_experts"]
     ]
     for numbers, group in _alike(report["stages"]):
@@ -38,7 +38,7 @@ def render(report: Mapping[str, Any]) -> str:
 
 
 def _alike(stages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Groups with the stages that have one like it; every stage was run."""
+    """Yield distinct groups with the stages that contain them; every stage was run."""
     found: list[tuple[list[int], Mapping[str, Any], Mapping[str, Any]]] = []
     for number, stage in enumerate(stages):
         for group in stage["groups"]:
@@ -62,7 +62,7 @@ def _group(stages: str, group: Mapping[str, Any]) -> Iterator[str]:
     ranks, memory = group["tp"] * group["dp"], group["memory"]
     title = f"{stages}, {group['domain']}: TP {group['tp']} x DP {group['dp']}"
     others = group["groups_in_stage"]
-    yield title + (f", one of {others} exchange groups like it" if others > 1 else "")
+    yield title + (f", one of {others} equal exchange groups" if others > 1 else "")
     yield (
         f"  matrices    {group['matrices']} on {group['owners']} of {ranks} ranks, "
         f"{group['split_matrices']} split, {group['by_factors']} by factors, {group['waves']} waves"
@@ -124,17 +124,17 @@ def _prediction(report: Mapping[str, Any]) -> Iterator[str]:
         )
     if found["gather_is_overlapped"]:
         yield "  the gather of weights is hidden by the next forward (--overlap-param-gather)"
-    yield "  of ours, if one after another: " + ", ".join(
+    yield "  ours, if executed sequentially: " + ", ".join(
         f"{key} {value:.2f} ms" for key, value in found["ours_ms"].items()
     )
 
 
 def plot(report: Mapping[str, Any], path: str) -> None:
-    """Draw load and memory of every rank.
+    """Plot load and memory of every rank.
 
     Args:
-        report: What ``--json`` writes.
-        path: Picture to write; its ending names the format.
+        report: The data of ``--json``.
+        path: Image file; its suffix selects the format.
     """
     import matplotlib
 

@@ -1,8 +1,8 @@
-"""What megatron-core's own ``--optimizer muon`` would do on the busiest rank, by its own layout.
+"""Computes the load of megatron-core's own ``--optimizer muon`` on the busiest rank.
 
-Its layer-wise optimizer gives whole TP shards of parameters to data-parallel ranks, by elements,
+Its layer-wise optimizer assigns whole TP shards of parameters to data-parallel ranks, by elements,
 and pads every bucket to the largest. Each of its TP modes then orthogonalizes the shards in turn,
-gate and up as one matrix; ``distributed`` takes the side that TP cuts for the long one.
+gate and up as one matrix; ``distributed`` treats the side that TP cuts as the long one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MODES = ("blockwise", "duplicated", "distributed")
 
 
 def upstream_load(built: Any, plan: Any, domain: Any, mode: str) -> dict[str, int]:
-    """Busiest rank's operations, elements, bytes over TP and matrices, and the elements of padding.
+    """Return FLOPs, elements, bytes over TP and matrices of the busiest rank, and the padding.
 
     Args:
         built: The stage.
@@ -59,7 +59,7 @@ def upstream_load(built: Any, plan: Any, domain: Any, mode: str) -> dict[str, in
 def _work(
     shape: tuple[int, int], tp_dim: int | None, tp: int, mode: str, steps: int
 ) -> tuple[int, int]:
-    """(operations, bytes sent to TP neighbours) of one matrix on one rank."""
+    """Return (FLOPs, bytes sent to TP neighbours) of one matrix on one rank."""
     local = [side // tp if axis == tp_dim else side for axis, side in enumerate(shape)]
     short, long = sorted(shape)
     sent = 0
@@ -67,10 +67,10 @@ def _work(
         if mode == "blockwise":
             short, long = sorted(local)
         elif mode == "duplicated":
-            # Shards in fp32, gathered by every rank.
+            # Every rank gathers the shards in fp32.
             sent = (tp - 1) * local[0] * local[1] * 4
         else:
             short, long = local[1 - tp_dim], local[tp_dim]
-            # The Gram matrix in bf16, reduced and spread again in every step.
+            # The Gram matrix in bf16, all-reduced in every step.
             sent = steps * 2 * (tp - 1) * short * short * 2 // tp
     return steps * (4 * short * short * long + 2 * short**3), sent

@@ -30,7 +30,7 @@ def add_matrix_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     ours = parser.add_argument_group(title="matrix optimizer (megatron_muon)")
     orth_dions = parser.add_argument_group(title="orth_dion (megatron_muon)")
     for flag in FLAGS:
-        if not flag.is_megatrons:
+        if not flag.is_megatron_flag:
             add_flag(orth_dions if flag.optimizers == ("orth_dion",) else ours, flag)
         elif isinstance(flag.values, tuple):
             _extend_choices(actions[flag.name], flag.values)

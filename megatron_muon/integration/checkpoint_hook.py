@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_muon.checkpoint.check import checkpoint_problems, optimizer_of
-from megatron_muon.checkpoint.files import damages, read_index, unfinished
+from megatron_muon.checkpoint.files import damages, incomplete, read_index
 from megatron_muon.checkpoint.names import MOMENTUM, RIGHT_FACTOR, split_state_key
 from megatron_muon.exchange import gather_objects, same_on_all_ranks
 from megatron_muon.integration.support import CheckpointMismatchError
@@ -58,7 +58,7 @@ def explain_unfinished(get_format: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(get_format)
     def explained(checkpoint_name: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
         if getattr(args, "matrix_optimizer", None):
-            problem = unfinished(Path(str(checkpoint_name)))
+            problem = incomplete(Path(str(checkpoint_name)))
             if problem:
                 raise CheckpointMismatchError(_text(str(checkpoint_name), [problem]))
         return get_format(checkpoint_name, args, *rest, **kwargs)

@@ -10,7 +10,7 @@ import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 
-from megatron_muon.checkpoint.check import another_optimizer
+from megatron_muon.checkpoint.check import optimizer_mismatch
 from megatron_muon.checkpoint.names import MASTER, MOMENTUM, RIGHT_FACTOR
 from megatron_muon.integration.checkpoint_state import (
     StoredParts,
@@ -296,7 +296,7 @@ def _require_same_optimizer(current: Sequence[dict[str, Any]], saved: Mapping[st
     if ours and theirs != ours:
         found = ", ".join(sorted(theirs)) or "an optimizer without matrices (Adam)"
         wanted, to_type = ", ".join(sorted(ours)), min(theirs, default="adam")
-        raise ValueError(another_optimizer(found, wanted, to_type=to_type))
+        raise ValueError(optimizer_mismatch(found, wanted, to_type=to_type))
 
 
 def _resumed_group(current: dict[str, Any], saved: list[dict[str, Any]]) -> dict[str, Any]:

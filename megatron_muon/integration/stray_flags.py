@@ -41,7 +41,7 @@ def stray_flag_problems(args: Any) -> list[str]:
         f"{flag.name} has no effect with --optimizer {chosen}: remove it or type --optimizer "
         + " or --optimizer ".join(flag.optimizers)
         for flag in given
-        if chosen not in flag.optimizers and (chosen in OPTIMIZERS or not flag.is_megatrons)
+        if chosen not in flag.optimizers and (chosen in OPTIMIZERS or not flag.is_megatron_flag)
     ]
     is_idle = args.dmuon_split_ranks == 1 and any(flag.name == SPLIT_FROM for flag in given)
     if chosen == "dmuon" and is_idle:

@@ -115,7 +115,7 @@ def learning_rate_problems(
     ]
 
 
-MUON_FLAGS = tuple(flag for flag in FLAGS if flag.is_megatrons)
+MUON_FLAGS = tuple(flag for flag in FLAGS if flag.is_megatron_flag)
 """Flags whose destinations are fields of Megatron's ``OptimizerConfig``, too."""
 
 

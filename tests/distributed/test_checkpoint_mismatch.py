@@ -40,11 +40,11 @@ def refused(ranks: Ranks, folder: Path, flags: Flags, tp: int = 1) -> str:
 @pytest.mark.parametrize(
     ("saved", "loaded", "said"),
     [
-        (DMUON, ORTH_DION, "state of dmuon, and this run is --optimizer orth_dion: type --optimiz"),
-        (ORTH_DION, DMUON, "state of orth_dion, and this run is --optimizer dmuon: type --optimiz"),
-        (MUON, (*DMUON, "--bf16"), "state of megatron-core's muon, and this run is --optimizer"),
+        (DMUON, ORTH_DION, "state of dmuon, and this run uses --optimizer orth_dion: type --opti"),
+        (ORTH_DION, DMUON, "state of orth_dion, and this run uses --optimizer dmuon: type --opti"),
+        (MUON, (*DMUON, "--bf16"), "state of megatron-core's muon, and this run uses --optimizer"),
         (ADAM, DMUON, "state of Megatron's Adam with the distributed optimizer, and this run"),
-        (ADAM_WHOLE, DMUON, "state of Megatron's Adam, and this run is --optimizer dmuon"),
+        (ADAM_WHOLE, DMUON, "state of Megatron's Adam, and this run uses --optimizer dmuon"),
         (
             ORTH_DION,
             (*ORTH_DION, "--orth-dion-rank-fraction", "0.25"),
@@ -101,7 +101,7 @@ def test_an_incomplete_checkpoint_is_told(ranks: Ranks, tmp_path: Path, damage: 
     ("step", "damage", "said"),
     [
         ("1", "metadata.json", "it is incomplete: its metadata.json is missing"),
-        ("7", "", "there is no such checkpoint; of iter_0000001 in"),
+        ("7", "", "saved has iter_0000001: select one with --ckpt-step"),
     ],
 )
 def test_an_unfinished_checkpoint_is_told(

@@ -127,7 +127,7 @@ def test_state_of_another_optimizer_is_refused(ranks: Ranks, tmp_path: Path, sav
         # The other way round torch's loader misses V before anyone could say more.
         text = str(failed.value)
         assert f"the checkpoint holds optimizer state of {saved}" in text
-        assert f"this run is --optimizer {other}: type --optimizer {saved}" in text
+        assert f"this run uses --optimizer {other}: type --optimizer {saved}" in text
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(ranks: Ranks) -> None:

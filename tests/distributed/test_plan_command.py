@@ -120,13 +120,13 @@ def test_our_flags_are_checked_together_before_anything_is_built(
     assert main(["--world-size", "0", "--json", none, "--cost-table", none, "none.py"]) == 2
     said = capsys.readouterr().err
     assert "--world-size is 0: type a number of at least 1" in said
-    assert f"--json {none} is no file in a folder that exists" in said
+    assert f"--json {none} is not a file in an existing folder" in said
     assert "script none.py does not exist" in said
     assert f"--cost-table {none} cannot be read" in said
     assert main(["none.py"]) == 2
     assert "type --world-size and the number of GPUs" in capsys.readouterr().err
     assert main(["--world-siz", "8", "none.py"]) == 2
-    assert "--world-siz is no flag of python -m megatron_muon.plan: did you mean --world-size" in (
+    assert "--world-siz is not a flag of python -m megatron_muon.plan: did you mean --world-s" in (
         capsys.readouterr().err
     )
     assert main(["--world-size", "8", "--seq-length", "2", "none.py"]) == 2
@@ -136,11 +136,11 @@ def test_our_flags_are_checked_together_before_anything_is_built(
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        ('{"gemm_tflop": 1}', "has the unknown key gemm_tflop; known are gemm_tflops, "),
+        ('{"gemm_tflop": 1}', "has the unknown key gemm_tflop; supported are gemm_tflops, "),
         ('{"launch_us": 0}', "launch_us is 0; it must be a number above 0"),
         ('{"launch_us": true}', "launch_us is True; it must be a number above 0"),
         ("[1]", "holds no JSON object"),
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
     ],
 )
 def test_a_wrong_cost_table_is_refused(tmp_path: Path, content: str, sentence: str) -> None:

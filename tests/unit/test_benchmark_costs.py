@@ -50,15 +50,15 @@ def test_a_table_is_written_that_training_reads(run: Run, tmp_path: Path) -> Non
         (short, long, batch) for short, long in ((16, 16), (32, 64)) for batch in BATCHES
     ]
     assert f"--dmuon-cost-table {path}" in done.out
-    assert "32x64, 4 at once" in done.err
+    assert "32x64, batch of 4" in done.err
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--cost-shapes", "32"), "'32' is no shape: type for example 4096x14336,1024x4096"),
-        (("--cost-shapes", "32x0"), "'32x0' is no shape"),
-        (("--cost-shapes", ""), "'' is no shape"),
+        (("--cost-shapes", "32"), "'32' is not a shape: type for example 4096x14336,1024x4096"),
+        (("--cost-shapes", "32x0"), "'32x0' is not a shape"),
+        (("--cost-shapes", ""), "'' is not a shape"),
         (("--cost-steps", "0"), "--cost-steps is 0; it must be >= 1"),
     ],
 )
@@ -78,7 +78,7 @@ def test_without_a_file_the_error_names_the_flag_and_the_other_command(run: Run)
 def test_a_folder_that_is_not_there_is_told_before_measuring(run: Run, tmp_path: Path) -> None:
     for path in (tmp_path / "none" / "costs.json", tmp_path):
         done = run("--cost-table", str(path))
-        assert done.code == 2 and "is no file in a folder that exists" in done.err
+        assert done.code == 2 and "is not a file in an existing folder" in done.err
 
 
 def test_shapes() -> None:

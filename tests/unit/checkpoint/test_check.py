@@ -50,14 +50,20 @@ def test_what_fits_is_not_mentioned(wanted: Keys, optimizer: str) -> None:
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        ({}, "holds no optimizer state: --no-load-optim starts"),
-        (ADAM, "state of Megatron's Adam, and this run is --optimizer dmuon: convert its state"),
-        (MUON, "holds optimizer state of megatron-core's muon, and this run is --optimizer dmuon"),
-        (ORTH_DION, "holds optimizer state of orth_dion, and this run is --optimizer dmuon: type"),
+        ({}, "holds no optimizer state: --no-load-optim restarts"),
+        (ADAM, "state of Megatron's Adam, and this run uses --optimizer dmuon: convert its state"),
+        (
+            MUON,
+            "optimizer state of megatron-core's muon, and this run uses --optimizer dmuon",
+        ),
+        (
+            ORTH_DION,
+            "optimizer state of orth_dion, and this run uses --optimizer dmuon: type",
+        ),
         (
             ORTH_DION,
             (
-                "type --optimizer orth_dion to go on with it, convert its state with python -m "
+                "type --optimizer orth_dion to continue with it, convert its state with python -m "
                 "megatron_muon.checkpoint convert FOLDER NEW --to dmuon, and load NEW, or --no-load"
             ),
         ),
@@ -109,11 +115,11 @@ def test_one_sentence_of_a_kind_is_enough() -> None:
 
 
 def test_the_command_that_is_named_exists() -> None:
-    from megatron_muon.checkpoint.check import convert_it
+    from megatron_muon.checkpoint.check import convert_advice
     from megatron_muon.offline.command import build_parser
 
     for optimizer in ("dmuon", "orth_dion"):
-        said = convert_it(optimizer).removesuffix(", and load NEW")
+        said = convert_advice(optimizer).removesuffix(", and load NEW")
         _, _, command = said.partition("python -m megatron_muon.checkpoint ")
         options = build_parser().parse_args(command.split())
         assert (options.source, options.target, options.to) == ("FOLDER", "NEW", optimizer)

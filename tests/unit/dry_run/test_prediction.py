@@ -33,7 +33,7 @@ def _advice(split_ranks: int | None, **changes: Any) -> list[str]:
     return recommendations([{"groups": [_group(**changes)]}], settings, PREDICTION)
 
 
-NOTHING = ["nothing to change: no setting of ours is predicted to be faster by 10 %"]
+NOTHING = ["nothing to change: no setting is predicted to be faster by 10 %"]
 
 
 @pytest.mark.parametrize("bound", [1, 4, 14])
@@ -41,7 +41,7 @@ def test_a_bound_that_keeps_owners_from_sharing_a_matrix_is_to_be_lifted(bound: 
     (advice,) = _advice(bound)
     assert advice == (
         "--dmuon-split-ranks auto: one dense matrix is 80 TFLOP and the mean of its 64 ranks 5; "
-        f"--dmuon-split-ranks {bound} keeps more of them from sharing it"
+        f"--dmuon-split-ranks {bound} prevents more ranks from sharing it"
     )
 
 

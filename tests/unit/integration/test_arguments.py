@@ -522,7 +522,7 @@ def test_the_nearest_flag_is_named(
 
 def test_defaults_of_muons_flags_are_those_of_megatron(parse: Parse) -> None:
     args = parse(*ORTH_DION)
-    muons = [flag for flag in FLAGS if flag.is_megatrons]
+    muons = [flag for flag in FLAGS if flag.is_megatron_flag]
     assert {f.name: getattr(args, f.dest) for f in muons} == {f.name: f.default for f in muons}
     assert {words.split()[0] for words in OF_MUON} == {
         flag.name for flag in muons if "orth_dion" not in flag.optimizers
