@@ -8,6 +8,7 @@ optimizer run unmodified; their allocations, launches and messages are counted.
 ``fake_cuda``         replaces the CUDA driver
 ``fake_groups``       process groups of a world with a single existing rank
 ``megatron_patches``  replaces operations that fake tensors do not support
+``quantized``         FP8 weights without Transformer Engine
 ``script``            runs a training script until its optimizer is built
 ``counting``          kernel launches, FLOPs, host reads and allocated bytes, by operation
 ``step``              one step of any rank of a plan

@@ -211,6 +211,7 @@ def merge(
         "command": options.command,
         "optimizer": settings.optimizer,
         "flags_set": results[0].flags_set,
+        "stand_ins": list(dict.fromkeys(text for r in results for text in r.stand_ins)),
         "flags_removed": [word for word in options.command if word in REMOVED],
         "table_at_start": startup_report(settings, everyone),
         "stages": stages,

@@ -106,5 +106,8 @@ def convert(module: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.
                 # Megatron's attributes, but not the fake tensor's own.
                 for attribute in vars(old).keys() - vars(new).keys():
                     setattr(new, attribute, getattr(old, attribute))
+                if isinstance(old, fake_tensor.FakeTensor):
+                    # That of an FP8 weight says so.
+                    new.__class__ = type(old)
                 values[name] = new
     return module

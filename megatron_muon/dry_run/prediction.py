@@ -97,7 +97,7 @@ def _seconds(name: str, group: Mapping[str, Any], device: Device) -> float:
 def _gather(name: str, group: Mapping[str, Any], device: Device) -> float:
     """Return the seconds of the weights' all-gather, as rings over all links of a node."""
     dp, near = group["dp"], group["dp_ranks_on_a_node"]
-    size: float = group["memory"]["weights"]
+    size: float = group["gathered_bytes"]
     if name.startswith("muon_"):
         size *= 1 + padding(group)
     rate = device.node_gb_per_s

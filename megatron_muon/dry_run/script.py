@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megatron_muon.cpu import default_flags
-from megatron_muon.dry_run import fake_cuda, fake_groups
+from megatron_muon.dry_run import fake_cuda, fake_groups, quantized
 from megatron_muon.integration.support import ConfigurationError
 
 # Flags of a CPU run that are not needed here, as neither backend nor workers are started.
@@ -34,6 +34,7 @@ class Built:
         optimizer: Our chain of optimizers.
         summaries: Their parts of the start-up table.
         replaced: Flags that were set for the dry run.
+        stand_ins: What stands in for Transformer Engine, one sentence each.
     """
 
     mode: FakeTensorMode
@@ -42,6 +43,7 @@ class Built:
     optimizer: Any
     summaries: Sequence[Any]
     replaced: tuple[str, ...]
+    stand_ins: tuple[str, ...] = ()
 
 
 class _BuiltError(Exception):
@@ -82,12 +84,16 @@ def build(
 
     install()
     megatron_patches.install()
+    is_asked = quantized.asked_for(command)
+    stand_ins = quantized.install(capability) if is_asked else quantized.StandIns()
     import megatron.training.training as training
 
     requested, original = training.get_megatron_optimizer, builder.get_matrix_optimizer
     summaries: list[Any] = []
 
     def built(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
+        if stand_ins.problems:
+            raise ConfigurationError(sorted(stand_ins.problems))
         optimizer = original(config, model_chunks, *args, **kwargs)
         raise _BuiltError(optimizer, model_chunks, summaries)
 
@@ -130,6 +136,7 @@ def build(
             optimizer=found.optimizer,
             summaries=found.summaries,
             replaced=tuple(replaced),
+            stand_ins=tuple(stand_ins.said),
         )
     finally:
         torch.Tensor.item = item  # type: ignore[method-assign]

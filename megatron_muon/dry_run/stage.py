@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_muon.dry_run.quantized import buffer_bytes
 from megatron_muon.dry_run.script import Built, build
 from megatron_muon.dry_run.step import StepCounts, count_step
 from megatron_muon.dry_run.upstream import MODES, upstream_load
@@ -34,6 +35,7 @@ class StageResult:
         summaries: Its parts of the start-up table.
         settings: Settings of the matrix optimizer.
         flags_set: Flags that were set for the dry run.
+        stand_ins: What stands in for Transformer Engine, one sentence each.
         pipeline: The corresponding ranks in every stage.
         experts: The corresponding ranks of this stage with other experts.
         problems: Errors of a refusal.
@@ -46,6 +48,7 @@ class StageResult:
     summaries: tuple[Any, ...] = ()
     settings: Any = None
     flags_set: tuple[str, ...] = ()
+    stand_ins: tuple[str, ...] = ()
     pipeline: tuple[int, ...] = ()
     experts: tuple[int, ...] = ()
     problems: tuple[str, ...] = ()
@@ -132,6 +135,7 @@ def _result(job: Job) -> StageResult:
             summaries=tuple(checks.summaries),
             settings=checks.settings,
             flags_set=built.replaced,
+            stand_ins=built.stand_ins,
             pipeline=_corresponding_ranks("pipeline_model_parallel"),
             experts=_corresponding_ranks("expert_model_parallel"),
             unmatched=frozenset(checks.unmatched),
@@ -228,6 +232,7 @@ def _group_report(built: Built, optimizer: Any, ranks_per_node: int) -> dict[str
         if (rank := optimizer.rule.rank(*matrix.shape)) is not None:
             factors[owner] += min(matrix.shape) * rank * optimizer.rule.state_dtype.itemsize
     buffers = [b for chunk in built.model_chunks for b in domain.buffers(chunk)]
+    in_buffers = buffer_bytes(buffers)
     master = MASTER_BYTES if any(b.param_dtype.itemsize < 4 for b in buffers) else 0
     momentum = optimizer.rule.momentum_dtype.itemsize
     state = [
@@ -277,10 +282,11 @@ def _group_report(built: Built, optimizer: Any, ranks_per_node: int) -> dict[str
         "dp_ranks_on_a_node": min(plan.group.dp, max(1, plan.ranks_per_node // plan.group.tp)),
         "held_elements": max(held),
         "adam_elements": max(adam),
+        "gathered_bytes": in_buffers["gathered"],
         "memory": {
             "rank": members[fullest],
-            "weights": sum(b.numel * b.param_dtype.itemsize for b in buffers),
-            "gradients": sum(b.numel * b.grad_dtype.itemsize for b in buffers),
+            "weights": in_buffers["weights"],
+            "gradients": in_buffers["gradients"],
             "masters": (held[dp_rank] + adam[dp_rank]) * master,
             "momentum": held[dp_rank] * momentum,
             "adam_moments": adam[dp_rank] * ADAM_BYTES,

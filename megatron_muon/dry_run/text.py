@@ -24,6 +24,7 @@ def render(report: Mapping[str, Any]) -> str:
         title,
         f"layers and kernels were replaced by local ones: {' '.join(report['flags_set'])}"
         + (f"; removed: {' '.join(removed)}" if (removed := report["flags_removed"]) else ""),
+        *report["stand_ins"],
         "",
         report["table_at_start"],
     ]
