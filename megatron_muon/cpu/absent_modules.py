@@ -1,4 +1,4 @@
-"""Modules that Megatron probes for: what it shall find, and what it shall not."""
+"""Hides or provides modules for which Megatron probes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megatron_muon.cpu.optimizers import FusedAdam, FusedSGD
 
 _HIDDEN = ("transformer_engine", "apex", "amp_C")
 
-# Megatron's modules that import triton without a guard and are themselves imported always.
+# Megatron's modules that are always imported and import triton without a guard.
 _NEED_TRITON = ("megatron.core.transformer.moe.ops.paged_stash",)
 
 
 def _offer_optimizers_as_apex() -> None:
     """Make ``from apex.optimizers import FusedAdam`` work while ``import apex`` still fails.
 
-    An import of a submodule looks for the full name first and needs no parent when it is there;
-    so none of Megatron's other probes (``apex``, ``apex.normalization``, …) succeeds.
+    The import of a submodule looks up the full name first and needs no parent if it exists; all of
+    Megatron's other probes (``apex``, ``apex.normalization``, …) fail.
     """
     offered: Any = types.ModuleType("apex.optimizers")
     offered.FusedAdam = FusedAdam
@@ -43,14 +43,14 @@ def _hide(name: str) -> None:
 
 
 class _Kernels(types.ModuleType):
-    """A module of which any name can be imported, and none can be called."""
+    """A module from which any name can be imported, and none can be called."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
 
         def kernel(*_: Any, **__: Any) -> None:
-            raise RuntimeError(f"{self.__name__}.{name} needs triton, which is not installed.")
+            raise RuntimeError(f"{self.__name__}.{name} requires triton, which is not installed.")
 
         return kernel
 
@@ -61,7 +61,7 @@ def _stub_triton_kernels() -> None:
             sys.modules[name] = _Kernels(name)
 
 
-def _not_compiling(original: Callable[..., Any]) -> Callable[..., Any]:
+def _skip_compilation(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def compile(model: Any = None, **_: Any) -> Any:
         return (lambda function: function) if model is None else model
@@ -75,4 +75,4 @@ def install() -> None:
         _hide(name)
     _offer_optimizers_as_apex()
     _stub_triton_kernels()
-    torch.compile = _not_compiling(torch.compile)
+    torch.compile = _skip_compilation(torch.compile)

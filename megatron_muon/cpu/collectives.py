@@ -1,4 +1,4 @@
-"""What gloo lacks of the collectives that Megatron uses on NCCL."""
+"""Adds features of NCCL's collectives that Megatron uses and gloo lacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FLOAT8 = (
     torch.float8_e5m2fnuz,
 )
 
-# Collectives that only move bytes.  Some exist under one of two names, by the version of torch.
+# Collectives that only move bytes. Some have one of two names, by the version of torch.
 _MOVING = (
     "all_gather",
     "all_gather_single",
@@ -36,13 +36,13 @@ _MOVING = (
 
 
 class CoalescedWork:
-    """What the coalescing manager yields: the handles of the operations issued at its end."""
+    """Result of the coalescing manager: handles of the operations issued at its end."""
 
     def __init__(self) -> None:
         self.works: list[Any] = []
 
     def append(self, work: Any) -> None:
-        """Add a handle; operations that were done at once have none."""
+        """Add a handle; completed operations have none."""
         if work is not None:
             self.works.append(work)
 
@@ -68,7 +68,7 @@ class PaddedGatherWork:
         return True
 
     def is_completed(self) -> bool:
-        """Whether the pieces have been copied out."""
+        """Return True after the pieces have been copied out."""
         return self._finish is None
 
 
@@ -80,7 +80,7 @@ def _as_bytes(value: Any) -> Any:
     return value
 
 
-def _sending_float8_as_bytes(original: Callable[..., Any]) -> Callable[..., Any]:
+def _send_float8_as_bytes(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def collective(*args: Any, **kwargs: Any) -> Any:
         return original(
@@ -90,7 +90,7 @@ def _sending_float8_as_bytes(original: Callable[..., Any]) -> Callable[..., Any]
     return collective
 
 
-def _gathering_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
+def _gather_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def all_gather(
         tensor_list: Sequence[torch.Tensor],
@@ -100,7 +100,7 @@ def _gathering_uneven(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if len({piece.numel() for piece in tensor_list}) <= 1:
             return original(tensor_list, tensor, group, async_op)
-        # Every rank passes the same sizes, so every rank comes to the same padded size.
+        # All ranks pass the same sizes, and so compute the same padded size.
         longest = max(piece.numel() for piece in tensor_list)
         padded = tensor.new_zeros(longest)
         padded[: tensor.numel()] = tensor.detach().reshape(-1)
@@ -124,7 +124,7 @@ def _as_list(sizes: Any) -> Any:
     return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
 
 
-def _splitting_by_lists(original: Callable[..., Any]) -> Callable[..., Any]:
+def _split_by_lists(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def all_to_all_single(
         output: torch.Tensor,
@@ -146,10 +146,10 @@ def _splitting_by_lists(original: Callable[..., Any]) -> Callable[..., Any]:
     return all_to_all_single
 
 
-def _sending_a_copy(original: Callable[..., Any]) -> Callable[..., Any]:
+def _send_copy(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def isend(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # The handle keeps the copy alive until the operation is done.
+        # The handle keeps the copy alive until the operation completes.
         return original(tensor.detach().clone(), *args, **kwargs)
 
     return isend
@@ -159,7 +159,7 @@ def _sending_a_copy(original: Callable[..., Any]) -> Callable[..., Any]:
 def _coalescing_manager(
     group: Any = None, device: torch.device | None = None, async_ops: bool = False
 ) -> Iterator[CoalescedWork]:
-    """Record the operations as torch does, but issue each on its own at the end."""
+    """Record the operations as torch does, but issue them separately at the end."""
     group = group or c10d._get_default_group()
     recorded = c10d._world.pg_coalesce_state.setdefault(group, [])
     if recorded:
@@ -168,7 +168,7 @@ def _coalescing_manager(
     try:
         yield coalesced
     finally:
-        # Popped before issuing, or issuing would record again; and on an error nothing is issued.
+        # Popped first, as issuing would record again; after an error nothing is issued.
         recorded = c10d._world.pg_coalesce_state.pop(group)
     for operation in recorded:
         arguments = (
@@ -181,21 +181,21 @@ def _coalescing_manager(
 
 
 def _rebind(name: str, replacement: Any) -> None:
-    """Replace a function where torch defines it and where it is exported."""
+    """Replace a function where torch defines and exports it."""
     for owner in (c10d, dist):
         if hasattr(owner, name):
             setattr(owner, name, replacement)
 
 
 def install() -> None:
-    """Put the stand-ins into ``torch.distributed``."""
+    """Install the replacements in ``torch.distributed``."""
     _rebind("_coalescing_manager", _coalescing_manager)
     for name, wrap in (
-        ("all_gather", _gathering_uneven),
-        ("all_to_all_single", _splitting_by_lists),
-        ("isend", _sending_a_copy),
+        ("all_gather", _gather_uneven),
+        ("all_to_all_single", _split_by_lists),
+        ("isend", _send_copy),
     ):
         _rebind(name, wrap(getattr(c10d, name)))
     for name in _MOVING:
         if hasattr(c10d, name):
-            _rebind(name, _sending_float8_as_bytes(getattr(c10d, name)))
+            _rebind(name, _send_float8_as_bytes(getattr(c10d, name)))

@@ -1,4 +1,4 @@
-"""Answers to what Megatron and torch ask about the CUDA device and the accelerator."""
+"""Replaces queries of the CUDA device and the accelerator by Megatron and torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-# What a Hopper GPU reports: the branches of Megatron behind it are the common ones.
+# As of a Hopper GPU, for which Megatron takes its common branches.
 _CAPABILITY = (9, 0)
 _DEVICE_NAME = "CPU"
 
 
 class Device:
-    """Stands for the context manager ``torch.cuda.device``."""
+    """Replaces the context manager ``torch.cuda.device``."""
 
     def __init__(self, device: Any = None) -> None:
         self.idx = 0
@@ -57,7 +57,7 @@ def _nvtx_range(*_: Any, **__: Any) -> Iterator[None]:
 
 
 def _answer(name: str, value: Any) -> Callable[..., Any]:
-    """A function of its own for each name: torch._dynamo asserts that none is shared."""
+    """Return a distinct function for each name: torch._dynamo asserts that none is shared."""
 
     def answer(*_: Any, **__: Any) -> Any:
         return value
@@ -82,7 +82,7 @@ _CUDA_ANSWERS: dict[str, Any] = {
     "max_memory_reserved": 0,
     "device_memory_used": 0,
     "memory_summary": "",
-    # Power, clock and the like are logged when asked for.
+    # Power, clock and similar values may be logged.
     "utilization": 0,
     "temperature": 0,
     "power_draw": 0,
@@ -99,7 +99,7 @@ _CUDA_ANSWERS: dict[str, Any] = {
     "set_per_process_memory_fraction": None,
 }
 _NVTX_ANSWERS: dict[str, Any] = {"range_push": 0, "range_pop": 0, "mark": None}
-# Every torch function that asks for an accelerator falls back to the CPU when there is none.
+# torch falls back to the CPU without an accelerator.
 _ACCELERATOR_ANSWERS: dict[str, Any] = {
     "is_available": False,
     "device_count": 0,
@@ -110,10 +110,10 @@ _ACCELERATOR_ANSWERS: dict[str, Any] = {
 
 
 def install() -> None:
-    """Put the answers into ``torch.cuda``, ``torch.cuda.nvtx`` and ``torch.accelerator``."""
-    # A GPU that is there must neither be initialised nor start autograd threads, which forbid fork.
+    """Install the answers in ``torch.cuda``, ``torch.cuda.nvtx`` and ``torch.accelerator``."""
+    # An existing GPU must not be initialized, as its autograd threads would prevent forking.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Orders kernels on a GPU; Megatron insists on it wherever it overlaps tensor parallelism.
+    # Orders kernels on a GPU; Megatron requires it to overlap tensor parallelism.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     for owner, answers in (
         (torch.cuda, _CUDA_ANSWERS),

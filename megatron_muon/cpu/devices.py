@@ -1,4 +1,4 @@
-"""Tensors that Megatron asks for on a CUDA device are made on the CPU."""
+"""Creates tensors on the CPU that Megatron requests on a CUDA device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _FACTORIES = (
 )
 _METHODS = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 
-# What ``Tensor.type()`` says of the dtypes that Megatron compares; others keep their own name.
+# Results of ``Tensor.type()`` that Megatron compares; other dtypes keep their own name.
 _TYPE_NAMES = {
     torch.float32: "torch.cuda.FloatTensor",
     torch.float64: "torch.cuda.DoubleTensor",
@@ -126,8 +126,8 @@ def _record_stream(self: torch.Tensor, stream: Any) -> None:
 
 def install() -> None:
     """Redirect the factories of ``torch`` and the methods of ``torch.Tensor``."""
-    # ``with torch.device(...)`` recognises factories by identity in a table made on first use:
-    # make it now, while it still finds the originals, which the replacements go on to call.
+    # ``with torch.device(...)`` looks up factories by identity in a table built on first use: build
+    # it now with the originals, which the replacements call.
     torch.utils._device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _redirect_keywords(getattr(torch, name)))

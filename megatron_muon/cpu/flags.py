@@ -1,16 +1,13 @@
-"""Command-line flags of Megatron's training code that a CPU run needs."""
+"""Command-line flags of Megatron's training code that a CPU run requires."""
 
 from __future__ import annotations
 
 
 def default_flags() -> list[str]:
-    """Flags to append to a ``pretrain`` command line where the user has not given them.
+    """Return flags to append to a ``pretrain`` command line where the user has not set them.
 
-    Only what the CPU dictates: no tokenizer, no sizes, no precision.  A flag that takes a value is
-    directly followed by it.
-
-    Returns:
-        Flags in the order they may be appended to ``sys.argv``.
+    Only flags required by the CPU: no tokenizer, sizes or precision. A flag's value directly
+    follows it.
     """
     return [
         "--distributed-backend",
@@ -26,7 +23,7 @@ def default_flags() -> list[str]:
         "--no-bias-gelu-fusion",
         "--no-bias-swiglu-fusion",
         "--no-bias-dropout-fusion",
-        # Forked loader processes cost more than the tiny batches they would prepare.
+        # Loader processes cost more than preparing the tiny batches.
         "--num-workers",
         "0",
     ]

@@ -1,4 +1,4 @@
-"""The few functions of Megatron itself that cannot run on a CPU."""
+"""Replaces the few functions of Megatron itself that cannot run on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def mark_norms_under_sequence_parallel() -> None:
-    """Let torch's norms stand in for Transformer Engine's under sequence parallelism."""
+    """Use torch's norms instead of Transformer Engine's under sequence parallelism."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     original = WrappedTorchNorm.__new__
@@ -19,8 +19,8 @@ def mark_norms_under_sequence_parallel() -> None:
     def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
         if not config.sequence_parallel:
             return original(cls, config, *args, **kwargs)
-        # The norm itself works row by row on any part of the sequence.  What torch's norm lacks is
-        # the mark by which the gradients of its parameters are summed over the tensor ranks.
+        # The norm is computed row by row on any part of the sequence. torch's norm only lacks the
+        # mark by which the gradients of its parameters are summed over the tensor ranks.
         whole_sequence = copy.copy(config)
         whole_sequence.sequence_parallel = False
         norm = original(cls, whole_sequence, *args, **kwargs)
@@ -39,7 +39,7 @@ def _use_the_compiled_dataset_helpers() -> None:
         return
 
     def compile_helpers() -> None:
-        """Nothing to do: the wheel contains the compiled extension."""
+        """Do nothing, as the wheel contains the compiled extension."""
 
     utils.compile_helpers = compile_helpers
 
@@ -57,7 +57,7 @@ def _fork_the_checkpoint_queue() -> None:
 
 
 def _fork_the_checkpoint_worker() -> None:
-    """A process that is started anew would ask for CUDA: the stand-ins are not in it."""
+    """Fork the process, as a spawned one would use CUDA without the replacements."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
     original = PersistentAsyncCaller._get_process.__func__
@@ -69,8 +69,8 @@ def _fork_the_checkpoint_worker() -> None:
     PersistentAsyncCaller._get_process = classmethod(get_process)
 
 
-def _copy_what_is_saved() -> None:
-    """As the copy from device to host does: training goes on while the file is written."""
+def _copy_saved_tensors() -> None:
+    """Copy tensors as from device to host, as training continues while the file is written."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     original = FileSystemWriterAsync.prepare_write_data
@@ -86,7 +86,7 @@ def _copy_what_is_saved() -> None:
     FileSystemWriterAsync.prepare_write_data = prepare_write_data
 
 
-def _expect_cpu_draws_in_forked_rng() -> None:
+def _silence_rng_warning() -> None:
     from megatron.core.tensor_parallel import random
 
     def keep(record: logging.LogRecord) -> bool:
@@ -96,10 +96,10 @@ def _expect_cpu_draws_in_forked_rng() -> None:
 
 
 def install() -> None:
-    """Import Megatron and put the stand-ins into it."""
+    """Import Megatron and install the replacements."""
     mark_norms_under_sequence_parallel()
     _use_the_compiled_dataset_helpers()
     _fork_the_checkpoint_queue()
     _fork_the_checkpoint_worker()
-    _copy_what_is_saved()
-    _expect_cpu_draws_in_forked_rng()
+    _copy_saved_tensors()
+    _silence_rng_warning()

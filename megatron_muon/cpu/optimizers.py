@@ -1,8 +1,8 @@
 """Adam and SGD with Apex's interface, in plain torch.
 
-Megatron's distributed optimizer saves and restores the step count of an Apex optimizer, which lies
-in the parameter group.  With torch's own Adam, where it lies in each parameter's state, resuming
-fails or continues from a wrong step.
+Megatron's distributed optimizer saves and restores the step count of an Apex optimizer, which is in
+the parameter group. With torch's own Adam, where it is in each parameter's state, resuming fails or
+continues from a wrong step.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class FusedAdam(torch.optim.Optimizer):
     Args:
         params: parameters or parameter groups.
         lr: learning rate.
-        bias_correction: whether to divide the moments by ``1 - beta^t``.
+        bias_correction: True to divide the moments by ``1 - beta^t``.
         betas: decay of the first and the second moment.
         eps: added to the denominator.
         adam_w_mode: decoupled weight decay, else L2.
         weight_decay: its factor.
         amsgrad: not supported, as in Apex.
-        set_grad_none: whether ``zero_grad`` drops the gradients.
-        capturable: accepted and ignored; there are no graphs to capture into.
-        master_weights: not supported; Megatron keeps the masters.
+        set_grad_none: True if ``zero_grad`` releases the gradients.
+        capturable: accepted and ignored; there are no CUDA graphs.
+        master_weights: not supported; Megatron has the masters.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.set_grad_none = set_grad_none
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop or zero the gradients, by default as the constructor was told."""
+        """Release or zero the gradients, by default according to ``set_grad_none``."""
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
@@ -126,9 +126,9 @@ class FusedSGD(torch.optim.SGD):
         momentum: momentum factor.
         dampening: dampening of the momentum.
         weight_decay: L2 factor.
-        nesterov: whether the momentum is Nesterov's.
+        nesterov: True for Nesterov momentum.
         wd_after_momentum: not supported.
-        materialize_master_grads: accepted and ignored; Megatron keeps the masters.
+        materialize_master_grads: accepted and ignored; Megatron has the masters.
         set_grad_none: accepted and ignored; Megatron passes it to ``zero_grad``.
     """
 

@@ -1,10 +1,10 @@
-"""The CUDA generator is the CPU's default generator.
+"""Replaces the CUDA generator by the CPU's default generator.
 
-Megatron draws initial weights and dropout inside a fork of the CUDA generator.  On a CPU these
-draws come from the default generator, so that is the one to fork, save and restore.
+Megatron draws initial weights and dropout inside a fork of the CUDA generator. On a CPU they come
+from the default generator, which is therefore forked, saved and restored.
 
-On a GPU nothing but the model draws from the CUDA generator.  Here a data loader would draw from it
-too, when it starts, and a resumed run would see other dropout: it is left out of that.
+On a GPU only the model draws from the CUDA generator. Here a starting data loader would do so as
+well, and change the dropout of a resumed run: its draws are undone.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def _lazy_call(callback: Callable[[], None], **_: Any) -> None:
     callback()
 
 
-def _without_drawing(start: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, after which the default generator is where it was."""
+def _preserve_rng_state(start: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that it preserves the state of the default generator."""
 
     @functools.wraps(start)
     def started(*args: Any, **kwargs: Any) -> Any:
@@ -73,9 +73,9 @@ def _without_drawing(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Put these functions into ``torch.cuda`` and ``torch.cuda.random``."""
+    """Install these functions in ``torch.cuda`` and ``torch.cuda.random``."""
     iterator = torch.utils.data.dataloader._BaseDataLoaderIter
-    iterator.__init__ = _without_drawing(iterator.__init__)  # type: ignore[method-assign]
+    iterator.__init__ = _preserve_rng_state(iterator.__init__)  # type: ignore[method-assign]
     replacements: dict[str, Any] = {
         "get_rng_state": _get_rng_state,
         "get_rng_state_all": _get_rng_state_all,

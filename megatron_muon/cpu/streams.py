@@ -1,4 +1,4 @@
-"""Streams and events for a device that does everything in program order."""
+"""Streams and events for a device that executes in program order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Stream:
-    """Stands for ``torch.cuda.Stream``: all work given to it is already done."""
+    """Replaces ``torch.cuda.Stream``; its work is always complete."""
 
     cuda_stream = 0
 
@@ -20,24 +20,24 @@ class Stream:
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
-        """Least and greatest priority, as CUDA reports them."""
+        """Return CUDA's lowest and highest priority."""
         return 0, -1
 
     def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
+        """Return immediately."""
 
     def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
+        """Return immediately."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return immediately."""
 
     def query(self) -> bool:
-        """Whether all work is done: always."""
+        """Return True: all work is complete."""
         return True
 
     def record_event(self, event: Event | None = None) -> Event:
-        """Record ``event``, or a new one, at this moment."""
+        """Record ``event``, or a new one, now."""
         recorded = Event() if event is None else event
         recorded.record(self)
         return recorded
@@ -56,14 +56,14 @@ class Stream:
 
 
 class ExternalStream(Stream):
-    """Stands for ``torch.cuda.ExternalStream``."""
+    """Replaces ``torch.cuda.ExternalStream``."""
 
     def __init__(self, stream_ptr: int = 0, device: Any = None, **_: Any) -> None:
         super().__init__(device)
 
 
 class Event:
-    """Stands for ``torch.cuda.Event``: keeps the wall clock, so that timers stay meaningful."""
+    """Replaces ``torch.cuda.Event``; records wall-clock time, so that timers stay meaningful."""
 
     def __init__(
         self,
@@ -75,28 +75,28 @@ class Event:
         self._recorded_at: float | None = None
 
     def record(self, stream: Any = None) -> None:
-        """Remember the present moment."""
+        """Record the current time."""
         self._recorded_at = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
-        """Nothing to wait for."""
+        """Return immediately."""
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return immediately."""
 
     def query(self) -> bool:
-        """Whether all work before the event is done: always."""
+        """Return True: all work before the event is complete."""
         return True
 
     def elapsed_time(self, end_event: Event) -> float:
-        """Milliseconds between two recorded events."""
+        """Return the milliseconds between two recorded events."""
         if self._recorded_at is None or end_event._recorded_at is None:
-            raise ValueError("Both events must be recorded before their distance is asked for.")
+            raise ValueError("Both events must be recorded before elapsed_time is called.")
         return 1000.0 * (end_event._recorded_at - self._recorded_at)
 
 
 class StreamContext:
-    """Stands for ``torch.cuda.stream`` and ``torch.cuda.StreamContext``."""
+    """Replaces ``torch.cuda.stream`` and ``torch.cuda.StreamContext``."""
 
     def __init__(self, stream: Stream | None) -> None:
         self.stream = stream
@@ -136,7 +136,7 @@ def _stream(stream: Stream | None) -> StreamContext:
 
 
 def install() -> None:
-    """Put these classes and functions into ``torch.cuda``."""
+    """Install these classes and functions in ``torch.cuda``."""
     replacements: dict[str, Any] = {
         "Stream": Stream,
         "ExternalStream": ExternalStream,

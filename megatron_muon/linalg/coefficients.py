@@ -1,15 +1,14 @@
 """Coefficient sets of the quintic Newton-Schulz iteration, and schedules made from them.
 
-One step maps every singular value σ of a matrix to ``p(σ) = aσ + bσ³ + cσ⁵`` and leaves the
-singular vectors alone. A set is a list of triples ``(a, b, c)``; a schedule is what is really run,
-one triple per step. All sets assume singular values in [0, 1] at the start, which the Frobenius
-norm guarantees.
+One step maps every singular value σ of a matrix to ``p(σ) = aσ + bσ³ + cσ⁵`` and preserves the
+singular vectors. A set is a list of triples ``(a, b, c)``; a schedule has one triple per executed
+step. All sets assume initial singular values in [0, 1], which the Frobenius norm guarantees.
 
-Where the singular values in [0.02, 1] end after the whole set, and its largest slope on [0, 1], by
-which rounding is enlarged (computed in float64; the tests recompute both):
+The range to which a whole set maps the singular values in [0.02, 1], and its largest slope on
+[0, 1], which amplifies rounding errors (computed in float64; the tests recompute both):
 
 =============  =====  ===============  =============  ============================================
-set            steps  lands in         largest slope  more steps than the set has
+set            steps  range            largest slope  more steps than the set has
 =============  =====  ===============  =============  ============================================
 simple         1      [0.069, 1.202]   3.4            any (5 steps: [0.682, 1.134], slope 485)
 quintic        5      [0.978, 1.032]   493            whole passes only: 10, 15, ...
@@ -20,7 +19,7 @@ deepseekv4     10     [1.000, 1.001]   7.9e4          the last triple is repeate
 custom         --     --               --             whole passes only
 =============  =====  ===============  =============  ============================================
 
-Fewer steps than the set has: its first triples.
+With fewer steps than the set has, its first triples are used.
 """
 
 import math
@@ -39,22 +38,22 @@ CUSTOM: Final = "custom"
 
 @dataclass(frozen=True, kw_only=True)
 class CoefficientSet:
-    """Triples of one published iteration, and what may follow the last of them."""
+    """Triples of one published iteration, and how they are repeated."""
 
     name: str
-    """What the user types after ``--muon-coefficient-type``."""
+    """Value of ``--muon-coefficient-type``."""
 
     steps: Schedule
-    """Triples (a, b, c) in the order in which they are applied; empty for ``custom``."""
+    """Triples (a, b, c) in order of application; empty for ``custom``."""
 
     source: str
     """Where the numbers were published."""
 
     repeats: Literal["whole", "last", "never"]
-    """More steps than triples: run the whole set again, repeat its last triple, or refuse."""
+    """With more steps than triples: repeat the whole set, or its last triple, or refuse."""
 
     stable_in_16_bits: bool = True
-    """False if the rounding of bf16 or fp16 can make the iteration diverge."""
+    """False if rounding in bf16 or fp16 can make the iteration diverge."""
 
 
 _SIMPLE_TRIPLE: Final[Triple] = (3.4445, -4.7750, 2.0315)
@@ -107,14 +106,14 @@ _ROWS: Final = (
         ),
         source="Grishina et al., CANS (Remez, adaptive interval): arXiv:2506.10935",
         repeats="last",
-        # Each triple is fitted to exactly the range of the one before, up to 1.9915 after the
-        # first. Rounded to 16 bits that can be 1.9922 and more, from where later triples lead to
+        # Each triple is fitted exactly to the range of the previous one, up to 1.9915 after the
+        # first. Rounded to 16 bits that can be 1.9922 or more, from where later triples diverge to
         # inf: for matrices of rank one, and for other ill-conditioned ones.
         stable_in_16_bits=False,
     ),
     CoefficientSet(
         name="aol",
-        # Made for row-wise AOL rescaling. Under the Frobenius norm, which we and
+        # Designed for row-wise AOL rescaling. Under the Frobenius norm, which we and
         # emerging-optimizers use, the first triple is negative for σ > 0.8837: a matrix of nearly
         # rank one (1×n always) is mapped to minus its polar factor. A second pass would flip
         # every singular value, hence no repetition.
@@ -159,16 +158,15 @@ def coefficient_schedule(
         name: Key of ``COEFFICIENT_SETS``.
         steps: Number of iterations k, at least 1.
         custom: The triples of the ``custom`` set; None for every other set.
-        compute_dtype: The dtype of the iteration, to refuse a set that diverges in it; None if it
-            is not known yet.
+        compute_dtype: The dtype of the iteration, to refuse a set that diverges in it; None if
+            unknown.
 
     Returns:
-        k triples (a, b, c). Up to the length of the set, its first k; beyond, as its ``repeats``
-        says.
+        k triples (a, b, c). Up to the length of the set, its first k; beyond, by its ``repeats``.
 
     Raises:
-        ValueError: Unknown name, a number of steps that the set cannot do, a compute dtype in which
-            it diverges, or custom triples that are missing, malformed or not asked for. The message
+        ValueError: Unknown name, an unsupported number of steps, a compute dtype in which the set
+            diverges, or custom triples that are missing, malformed or not requested. The message
             names the flag to change.
     """
     chosen = COEFFICIENT_SETS.get(name)
@@ -179,7 +177,7 @@ def coefficient_schedule(
         )
     if steps < 1:
         raise ValueError(
-            f"--muon-num-ns-steps {steps} is impossible, at least 1 step is needed. "
+            f"--muon-num-ns-steps {steps} is invalid; at least 1 step is required. "
             "Type for example --muon-num-ns-steps 5."
         )
     triples = _custom_triples(custom) if name == CUSTOM else chosen.steps
@@ -236,7 +234,7 @@ def _custom_triples(custom: Sequence[Sequence[float]] | None) -> Schedule:
     """Checks the user's triples and returns them as tuples of floats."""
     if not custom:
         raise ValueError(
-            f"--muon-coefficient-type custom needs --dmuon-coefficients, which is empty. "
+            f"--muon-coefficient-type custom requires --dmuon-coefficients, which is empty. "
             f"{_CUSTOM_FORM}"
         )
     triples: list[Triple] = []
@@ -252,7 +250,7 @@ def _custom_triples(custom: Sequence[Sequence[float]] | None) -> Schedule:
 
 
 def _impossible_steps(chosen: CoefficientSet, steps: int, length: int) -> str:
-    """Says why the set cannot do so many steps, and what to type instead."""
+    """Explains why the set does not support this number of steps, and what to type instead."""
     found = f"--muon-num-ns-steps {steps} does not fit --muon-coefficient-type {chosen.name}"
     if chosen.repeats == "never":
         return (
@@ -261,7 +259,7 @@ def _impossible_steps(chosen: CoefficientSet, steps: int, length: int) -> str:
         )
     nearest = steps // length * length
     return (
-        f"{found}: it has {length} steps, and an unfinished second pass moves singular values away "
+        f"{found}: it has {length} steps, and an incomplete second pass moves singular values away "
         f"from 1. Supported are 1 to {length} and multiples of {length}; "
         f"type --muon-num-ns-steps {nearest}."
     )

@@ -1,6 +1,6 @@
-"""Kernels for symmetric products on CUDA: optional, and trusted only after a check against torch.
+"""Optional CUDA kernels for symmetric products, used only after a check against torch.
 
-The one known is Emerging-Optimizers' Triton ``tsyrk_ex`` (bf16, devices of capability 9.0 and
+The supported one is Emerging-Optimizers' Triton ``tsyrk_ex`` (bf16, devices of capability 9.0 and
 later, ``pip install 'emerging-optimizers>=0.3'``). It computes the tiles on and below the diagonal
 and writes each twice, which halves the work of X Xᵀ and of A².
 """
@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 SyrkFunction = Callable[..., Tensor]
-"""``f(a, c, alpha=…, beta=…)`` gives alpha A Aᵀ + beta C of one matrix."""
+"""``f(a, c, alpha=…, beta=…)`` returns alpha A Aᵀ + beta C of one matrix."""
 
-# Operations of a product below which the launches of a kernel for every matrix, and of the copy of
-# its result, are taken to cost more than it saves: 50 µs at 400 TFLOP/s (modelled, not measured).
+# FLOPs of a product below which launching a kernel per matrix, and the copy of its result, are
+# assumed to cost more than they save: 50 µs at 400 TFLOP/s (modelled, not measured).
 _SMALLEST_PRODUCT: Final = 20e9
 
-# Rounding of a bf16 result is 2⁻⁹ of each element; a wrong tile is off by its whole size.
+# The rounding error of a bf16 result is 2⁻⁹ of each element; a wrong tile is off by its magnitude.
 _CHECK_TOLERANCE: Final = 1e-2
 
-# First generation with the tensor descriptors that the kernel loads through.
+# First generation with the tensor descriptors that the kernel uses.
 _FIRST_CAPABILITY: Final = (9, 0)
 
 _log = logging.getLogger(__name__)
@@ -37,19 +37,19 @@ class SymmetricKernel:
     """A kernel that passed its check.
 
     Attributes:
-        name: For reports.
+        name: Name in reports.
         function: The kernel.
     """
 
     name: str
     function: SyrkFunction
 
-    def takes(self, x: Tensor) -> bool:
-        """Whether matrices x (B, m, n) are large, contiguous and aligned as the kernel needs."""
-        return self.takes_shape(*x.shape[-2:]) and x.is_contiguous()
+    def supports(self, x: Tensor) -> bool:
+        """Return True for matrices x (B, m, n) of suitable size, layout and alignment."""
+        return self.supports_shape(*x.shape[-2:]) and x.is_contiguous()
 
-    def takes_shape(self, m: int, n: int) -> bool:
-        """Whether (m, n) matrices are large and aligned as the kernel needs."""
+    def supports_shape(self, m: int, n: int) -> bool:
+        """Return True for (m, n) matrices of suitable size and alignment."""
         return 2 * m * m * n >= _SMALLEST_PRODUCT and m % 8 == n % 8 == 0
 
     def __call__(
@@ -61,7 +61,7 @@ class SymmetricKernel:
 
 @lru_cache(maxsize=16)
 def symmetric_kernel(device: torch.device, dtype: torch.dtype) -> SymmetricKernel | None:
-    """The kernel for a device and dtype, checked at its first use; None where there is none."""
+    """Return the kernel for a device and dtype, checked at its first use, or None."""
     if device.type != "cuda" or dtype != torch.bfloat16:
         return None
     if torch.cuda.get_device_capability(device) < _FIRST_CAPABILITY:
@@ -74,23 +74,23 @@ def symmetric_kernel(device: torch.device, dtype: torch.dtype) -> SymmetricKerne
 
 
 def warm_up(shapes: Iterable[tuple[int, int]], device: torch.device, dtype: torch.dtype) -> None:
-    """Let the kernel tune itself for (m, n) matrices, where no other rank waits for this one."""
+    """Run the kernel's autotuning for (m, n) matrices while no other rank waits."""
     kernel = symmetric_kernel(device, dtype)
     if kernel is None:
         return
     for m, n in sorted({(min(shape), max(shape)) for shape in shapes}):
         x = torch.zeros(1, m, n, device=device, dtype=dtype)
         a, result = (torch.zeros(1, m, m, device=device, dtype=dtype) for _ in range(2))
-        if kernel.takes(x):
+        if kernel.supports(x):
             kernel(x[0], None, alpha=1.0, beta=0.0, out=a[0])
-        if kernel.takes(a):
+        if kernel.supports(a):
             kernel(a[0], a[0], alpha=1.0, beta=1.0, out=result[0])
 
 
 def checked(kernel: SymmetricKernel, device: torch.device) -> SymmetricKernel | None:
-    """The kernel if it agrees with torch's products on ``device``, otherwise None, with a warning.
+    """Return the kernel if it agrees with torch's products on ``device``, else None and warn.
 
-    Called once a device and process, before the first step, so that reading back is no concern.
+    Called once per device and process, before the first step, so that host reads are harmless.
     """
     generator = torch.Generator().manual_seed(0)
     for m, n in ((512, 640), (640, 512), (768, 768)):

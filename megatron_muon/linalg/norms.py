@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
-    """The largest |element| of each matrix of x (B, m, n), as (B, 1, 1); nan where one is.
+    """Return the largest |element| of each matrix of x (B, m, n), as (B, 1, 1); nan propagates.
 
-    On CPU torch's vector norm of order inf takes many times as long as both extremes.
+    On CPU torch's vector norm of order inf is many times slower than both extremes.
     """
     if x.device.type != "cpu":
         largest: Tensor = torch.linalg.vector_norm(x, ord=torch.inf, dim=(-2, -1), keepdim=True)
@@ -19,10 +19,10 @@ def largest_magnitude(x: Tensor) -> Tensor:
 
 
 def frobenius_norm(x: Tensor) -> Tensor:
-    """The Frobenius norm of each matrix of x (B, m, n), as (B, 1, 1).
+    """Return the Frobenius norm of each matrix of x (B, m, n), as (B, 1, 1).
 
-    Line by line first, as the elements lie in memory: one fp32 sum of a million squares loses two
-    of its digits, in all singular values alike.
+    Lines contiguous in memory are reduced first: a single fp32 sum of a million squares loses two
+    digits, in all singular values alike.
     """
     first, second = (-1, -2) if x.stride(-1) == 1 else (-2, -1)
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -1,7 +1,7 @@
-"""Orthonormal factors of tall matrices: what low-rank orthogonalized updates are made of.
+"""Orthonormal factors of tall matrices, for low-rank orthogonalized updates.
 
 Shape letters: B matrices, n×r (or m×r) each, r ≤ n. ``orthonormal_basis`` is the paper's "orth" of
-the left side, ``right_factor`` turns W = BᵀU into V in one of three ways:
+the left side, ``right_factor`` computes V from W = BᵀU in one of three ways:
 
 ========  ========================  ============================  ================================
 kind      V                         singular values of V          source
@@ -9,21 +9,21 @@ kind      V                         singular values of V          source
 qr        Q of W = QR, R_ii > 0     1                             Orth-Dion, arXiv:2605.16341
 polar     W (WᵀW)^(-1/2)            1; U Vᵀ is the polar factor   Q of QR times the polar factor
                                     of U Wᵀ                       of the r×r matrix R
-colnorm   columns of W, length 1    up to √r, the more the        Dion, arXiv:2504.05295
-                                    columns of W lean together
+colnorm   columns of W, length 1    up to √r, larger for          Dion, arXiv:2504.05295
+                                    correlated columns of W
 ========  ========================  ============================  ================================
 
-**Signs.** Householder QR leaves the signs of R's diagonal to chance. As V, its Q has
-⟨U Wᵀ, U Vᵀ⟩ = Σ R_ii ≈ 0: a step in no direction, although every singular value is 1. Hence the
+**Signs.** Householder QR leaves the signs of R's diagonal arbitrary. As V, its Q has
+⟨U Wᵀ, U Vᵀ⟩ = Σ R_ii ≈ 0: not a descent direction, although every singular value is 1. Hence the
 positive diagonal.
 
-**Rank.** A direction in which the matrix has nothing must not enter an update with weight 1.
-Directions below ``RANK_TOLERANCE`` eps of the longest column (polar: of the largest singular value)
-are rounding of the products before and are dropped. Call these functions on whole matrices only: a
+**Rank.** A null direction of the matrix must not enter an update with weight 1. Directions below
+``RANK_TOLERANCE`` eps of the longest column (polar: of the largest singular value) are rounding
+errors of the previous products and are dropped. Call these functions on whole matrices only: a
 shard may have a lower rank than its matrix.
 
-Every matrix is divided by its largest entry first, and is treated as if it were alone. Results are
-in float32, or float64 for float64 input; products are true fp32 whatever torch's TF32 settings are.
+Every matrix is divided by its largest entry first, and is independent of the others. Results are in
+float32, or float64 for float64 input; products are true fp32 regardless of torch's TF32 settings.
 """
 
 from typing import Final, NamedTuple
@@ -36,43 +36,43 @@ from megatron_muon.linalg.precision import full_precision_matmul
 
 RIGHT_FACTORS: Final = ("qr", "polar", "colnorm")
 
-# In units of eps. Directions without content are below 1 in Bᵀ U (measured in fp32 up to 8192×512).
-# In B V a few can be far above: U then has columns too many, which V drops.
+# In units of eps. Null directions are below 1 in Bᵀ U (measured in fp32 up to 8192×512). In B V a
+# few can be far above: U then has too many columns, which V drops.
 RANK_TOLERANCE: Final = 64.0
 
 
 class RightFactor(NamedTuple):
-    """What becomes of W (B, n, r); all float32, or float64 for float64 input."""
+    """The factors of W (B, n, r); all float32, or float64 for float64 input."""
 
     update: Tensor
-    """V (B, n, r) of the update U Vᵀ; nothing in dropped directions."""
+    """V (B, n, r) of the update U Vᵀ; zero in dropped directions."""
 
     kept: Tensor
-    """V (B, n, r) for the next step: ``update`` with the dropped directions filled up."""
+    """V (B, n, r) for the next step: ``update`` with the dropped directions replaced."""
 
     core: Tensor
-    """(B, r, r) with W = ``update`` @ ``core``, but for what was dropped."""
+    """(B, r, r) with W = ``update`` @ ``core``, except for dropped directions."""
 
 
 class Basis:
     """An orthonormal basis of the columns of each matrix of a batch, in two parts.
 
-    Column i is column i of P less its projection on the columns before, with length 1: Gram-Schmidt
-    by Householder reflections, with signs such that it does not turn away from P's. A column that
-    depends on those before becomes zeros, so that U Uᵀ projects on the range of P; zeros give
-    zeros. Condition numbers of 1e8 are no problem: what is above the tolerance is orthonormal to
+    Column i is column i of P minus its projection on the previous columns, with length 1:
+    Gram-Schmidt by Householder reflections, with signs such that it does not point away from P's. A
+    column that depends on the previous ones becomes zero, so that U Uᵀ projects on the range of P.
+    Condition numbers of 1e8 are handled: directions above the tolerance are orthonormal up to
     rounding (5e-6 in float32).
 
-    Where dependent columns come before independent ones (rare: not for P = B V with a V in general
-    position) a matrix takes r small sequential steps more. Whether any does is known on the device;
-    the flags of many batches can be read back to the host together.
+    If dependent columns precede independent ones (rare: not for P = B V with a generic V) a matrix
+    takes r further small sequential steps. The flag for that is on the device; the flags of many
+    batches can be read by the host together.
 
     Attributes:
-        unsettled: Flags (B,) of the matrices that take them.
+        unsettled: Flags (B,) of the matrices that need these steps.
 
     Args:
         p: (B, m, r) with r ≤ m, any floating dtype and strides.
-        overwrite: Whether p may be used as memory.
+        overwrite: True to use p as memory.
 
     Raises:
         ValueError: Not a batch of float matrices with r ≤ m.
@@ -92,8 +92,8 @@ class Basis:
         """Returns U (B, m, r), float32 or float64; nan throughout for an inf or nan in P.
 
         Args:
-            is_unsettled: Whether there is a flag, here or in other batches. Without it a matrix
-                that has one lacks a part of the range of P.
+            is_unsettled: True if any flag is set, here or in other batches. Otherwise a flagged
+                matrix lacks a part of the range of P.
         """
         with full_precision_matmul():
             basis, _ = self._found.settled(is_unsettled)
@@ -101,32 +101,32 @@ class Basis:
 
 
 def orthonormal_basis(p: Tensor) -> Tensor:
-    """Returns ``Basis`` of one batch (B, m, r), which is not modified; reads one flag back."""
+    """Returns ``Basis`` of one batch (B, m, r), which is not modified; one host read."""
     basis = Basis(p)
     return basis.settled(bool(basis.unsettled.any()))
 
 
 class Refresh:
-    """V of the update, V to start the next step from, and what W is in terms of V, in two parts.
+    """V of the update, V of the next step, and the coefficients of W in terms of V, in two parts.
 
-    What is dropped: for ``qr`` and ``colnorm`` columns, which become zeros; for ``polar`` singular
-    directions, so that V is a partial isometry (columns of zeros in W stay zeros to rounding). With
-    ``qr`` and ``polar`` the singular values of ``update`` are 0 or 1, whatever W is.
+    ``qr`` and ``colnorm`` drop columns, which become zero; ``polar`` drops singular directions, so
+    that V is a partial isometry (zero columns of W stay zero up to rounding). With ``qr`` and
+    ``polar`` the singular values of ``update`` are 0 or 1 for any W.
 
-    ``kept`` needs full rank: a direction lost once would be lost for ever. The part of the previous
-    V's span that is orthogonal to the new V has room for all that was dropped; an orthonormal basis
-    of it takes the dropped places. With ``qr`` and ``polar`` the whole of ``kept`` is orthonormal.
-    A matrix of zeros keeps the previous V as it is. Where W has an inf or nan, ``update`` and
-    ``core`` are nan throughout and ``kept`` is the previous V.
+    ``kept`` must have full rank: a lost direction would never return. The part of the previous V's
+    span orthogonal to the new V has sufficient dimension; its orthonormal basis replaces dropped
+    directions. With ``qr`` and ``polar`` all of ``kept`` is orthonormal. A matrix of zeros keeps
+    the previous V unchanged. If W has an inf or nan, ``update`` and ``core`` are nan throughout and
+    ``kept`` is the previous V.
 
     Attributes:
-        unsettled: Flags (B,) of the matrices in which something was dropped.
+        unsettled: Flags (B,) of the matrices with dropped directions.
 
     Args:
         w: W (B, n, r) with r ≤ n, any floating dtype and strides.
-        previous: V (B, n, r) that this step started from, of full rank. Not modified.
+        previous: The full-rank V (B, n, r) at the start of this step. Not modified.
         kind: One of ``RIGHT_FACTORS``; ``polar`` waits for torch.linalg.svd.
-        overwrite: Whether w may be used as memory.
+        overwrite: True to use w as memory.
 
     Raises:
         ValueError: Unknown kind, shapes that differ, or not a batch of float matrices with r ≤ n.
@@ -163,7 +163,7 @@ class Refresh:
         del self._x
 
     def _is_dropped(self, dropped: Tensor) -> Tensor:
-        """Matrices (B,) in which something was dropped that is to be filled up."""
+        """Returns flags (B,) of matrices whose dropped directions are to be replaced."""
         return dropped.any(dim=-1) & ~self._untouched.flatten()
 
     @torch.no_grad()
@@ -171,8 +171,8 @@ class Refresh:
         """Returns the three factors.
 
         Args:
-            is_unsettled: Whether there is a flag, here or in other batches.
-            skipped: Flags (B,) of matrices to be passed over: zeros, and the previous V.
+            is_unsettled: True if any flag is set, here or in other batches.
+            skipped: Flags (B,) of matrices to skip: a zero update, and the previous V.
         """
         with full_precision_matmul():
             if self._kind == "qr":
@@ -209,7 +209,7 @@ class Refresh:
 
 
 def right_factor(w: Tensor, previous: Tensor, kind: str) -> RightFactor:
-    """Returns ``Refresh`` of one batch (B, n, r), which is not modified; reads one flag back."""
+    """Returns ``Refresh`` of one batch (B, n, r), which is not modified; one host read."""
     refresh = Refresh(w, previous, kind)
     return refresh.settled(bool(refresh.unsettled.any()))
 
@@ -218,18 +218,17 @@ def dion_flops(m: int, n: int, r: int) -> int:
     """Returns the floating-point operations of one Orth-Dion step on one m×n matrix.
 
     Four products of 2mnr (B V, Bᵀ U, U Wᵀ, U Vᵀ), and two Householder QRs, of m×r and of n×r, each
-    with its Q written out: 4mr² − 4r³/3 and 4nr² − 4r³/3. Terms of r² are left out, as is the SVD
-    of the r×r factor that ``polar`` adds.
+    with explicit Q: 4mr² − 4r³/3 and 4nr² − 4r³/3. Terms of r² are neglected, as is the SVD of the
+    r×r factor in ``polar``.
     """
     return 8 * m * n * r + 4 * (m + n) * r**2 - 8 * r**3 // 3
 
 
 def _scaled(x: Tensor, *, overwrite: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Each matrix over its largest entry, that entry (B, 1, 1), and where it is not finite.
+    """Returns matrices over their largest entries, those entries (B, 1, 1), and nonfinite flags.
 
-    There the matrix is zeros.
-
-    QR and SVD refuse nan, for the whole batch; and squares of 1e-30 vanish in fp32.
+    A nonfinite matrix is replaced by zeros: QR and SVD refuse nan, for the whole batch. Squares of
+    1e-30 would underflow in fp32.
     """
     wide: Tensor = x.to(torch.promote_types(x.dtype, torch.float32))
     largest = largest_magnitude(wide)
@@ -241,11 +240,11 @@ def _scaled(x: Tensor, *, overwrite: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _GramSchmidt:
-    """Q (B, n, r) and R (B, r, r), R_ii ≥ 0; Q's columns and R's rows are zeros where dropped.
+    """Q (B, n, r) and R (B, r, r), R_ii ≥ 0; dropped columns of Q and rows of R are zero.
 
     Attributes:
-        dropped: Columns (B, r) that depend on those before, as far as it shows at once.
-        is_hiding: Matrices (B,) for which that has to be found column by column.
+        dropped: Columns (B, r) that depend on previous ones, as far as detected immediately.
+        is_hiding: Matrices (B,) in which dependence must be detected column by column.
     """
 
     def __init__(self, x: Tensor) -> None:
@@ -254,14 +253,14 @@ class _GramSchmidt:
         self._diagonal = r.diagonal(dim1=-2, dim2=-1)
         self._floor = _floor(torch.linalg.vector_norm(r, dim=-2))
         self.dropped = self._diagonal.abs() <= self._floor
-        # For a dependent column Householder QR makes up a direction, in which it hides what later
-        # columns have there. Nothing is hidden if nothing is left below the rows before the first.
+        # For a dependent column Householder QR picks an arbitrary direction, which absorbs content
+        # of later columns. There is none if the rows from the first such column on are negligible.
         after_first = self.dropped.cumsum(dim=-1) > 0
         left = torch.linalg.vector_norm(r * after_first.unsqueeze(-1), dim=-2)
         self.is_hiding = (left > self._floor).any(dim=-1)
 
     def settled(self, is_hiding: bool) -> tuple[Tensor, Tensor]:
-        """Q and R; both are computed in place, so once."""
+        """Returns Q and R, computed in place; call it once."""
         q, r, dropped = self._q, self._r, self.dropped
         # Factors of Q's columns and R's rows, applied once and in place: Q is large.
         weights = torch.ones_like(self._diagonal).masked_fill_(self._diagonal < 0, -1.0)
@@ -276,11 +275,11 @@ class _GramSchmidt:
 
 
 def _gram_schmidt_by_column(x: Tensor, floor: Tensor) -> Tensor:
-    """Gram-Schmidt on x (B, r, r) that skips columns with no more than ``floor`` (B, 1) of news."""
+    """Gram-Schmidt on x (B, r, r) that skips columns with a residual up to ``floor`` (B, 1)."""
     basis = torch.zeros_like(x)
     for index in range(x.shape[-1]):
         column = x[..., index : index + 1]
-        # Once is not enough where the column is nearly dependent.
+        # Once does not suffice for a nearly dependent column.
         for _ in range(2):
             column = column - basis @ (basis.mT @ column)
         length = torch.linalg.vector_norm(column, dim=-2, keepdim=True)
@@ -290,10 +289,10 @@ def _gram_schmidt_by_column(x: Tensor, floor: Tensor) -> Tensor:
 
 
 def _polar(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Partial isometry and symmetric factor of x (B, n, r), and its null directions.
+    """Computes the partial isometry and symmetric factor of x (B, n, r), and its null directions.
 
     Returns:
-        The isometry (B, n, r), the factor (B, r, r); which singular directions were dropped (B, r),
+        The isometry (B, n, r), the factor (B, r, r), flags of dropped singular directions (B, r),
         and all right singular directions as rows (B, r, r).
     """
     q, r = torch.linalg.qr(x)
@@ -305,7 +304,7 @@ def _polar(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _column_lengths(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns of x (B, n, r) over their length, and the lengths as a diagonal matrix (B, r, r)."""
+    """Returns unit columns of x (B, n, r), and their lengths as a diagonal matrix (B, r, r)."""
     lengths: Tensor = torch.linalg.vector_norm(x, dim=-2)
     dropped = lengths <= _floor(lengths)
     unit = x / lengths.masked_fill(dropped, 1.0).unsqueeze(-2)
@@ -316,11 +315,11 @@ def _column_lengths(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _filling(span: Tensor, previous: Tensor, dropped: Tensor) -> Tensor:
-    """Orthonormal columns for the places in ``dropped`` (B, r), zeros in the other places.
+    """Returns orthonormal columns for the positions in ``dropped`` (B, r), zero elsewhere.
 
-    Of span(previous), r-dimensional, at least as many dimensions are orthogonal to K (B, n, r), a
-    partial isometry, as K's rank is below r. They are the left singular vectors of
-    (I − K Kᵀ) previous with singular value 1, the largest it has.
+    The part of the r-dimensional span(previous) orthogonal to the partial isometry K (B, n, r) has
+    at least dimension r − rank(K). It is spanned by the left singular vectors of
+    (I − K Kᵀ) previous with singular value 1, its largest.
     """
     start, _ = torch.linalg.qr(previous)
     q, r = torch.linalg.qr(start - span @ (span.mT @ start))
@@ -333,14 +332,14 @@ def _filling(span: Tensor, previous: Tensor, dropped: Tensor) -> Tensor:
 
 
 def _floor(sizes: Tensor) -> Tensor:
-    """The size (B, 1) up to which a direction is rounding, of the largest of ``sizes`` (B, r)."""
+    """Returns the size (B, 1) up to which a direction is a rounding error, from sizes (B, r)."""
     return sizes.amax(dim=-1, keepdim=True) * (RANK_TOLERANCE * torch.finfo(sizes.dtype).eps)
 
 
 def _check(what: str, x: Tensor) -> None:
-    """Refuses what is not a batch of tall float matrices."""
+    """Refuses anything but a batch of tall float matrices."""
     if x.ndim != 3 or not x.is_floating_point() or not 1 <= x.shape[-1] <= x.shape[-2]:
         raise ValueError(
-            f"{what} takes a float tensor (B, n, r) with 1 ≤ r ≤ n, not {x.dtype} of shape "
+            f"{what} requires a float tensor (B, n, r) with 1 ≤ r ≤ n, not {x.dtype} of shape "
             f"{tuple(x.shape)}."
         )

@@ -1,18 +1,18 @@
-"""One matrix orthogonalized by several workers: columns of X, and block rows of what is square.
+"""Orthogonalizes one matrix on several workers, by columns of X and block rows of squares.
 
-With the smaller side first, X (m×n) is cut into panels X_J of columns, one for each of g workers;
-the m rows of everything square are cut into g blocks R_J. The iteration is that of
-``newton_schulz``, in the same segments and dtypes, and needs few messages::
+With the smaller side first, X (m×n) is split into panels X_J of columns, one for each of g workers;
+the m rows of all squares are split into g blocks R_J. The iteration is that of ``newton_schulz``,
+in the same segments and dtypes, and needs few messages::
 
     ‖X‖              from the largest entry and the norm of every panel
-    A = Σ X_J X_Jᵀ   R_J of every partial sum goes to worker J, which adds them in a fixed order
-    A, Z, Q          R_J of each product is computed by worker J, then sent to the others
-    X_J ← Q X_J      alone
+    A = Σ X_J X_Jᵀ   worker J receives R_J of every partial sum and adds them in a fixed order
+    A, Z, Q          worker J computes R_J of each product and sends it to the others
+    X_J ← Q X_J      local
 
-Where the workers are on several nodes, the latter two messages are of two steps each, see
-``panel_team``. Every block row is computed by one worker, so all have the same bits. Nothing here
-knows how messages are sent: a worker is a generator that yields a ``PanelRequest`` and goes on once
-that has been exchanged. Two squares are whole on every worker; each serves as the message of the
+If the workers are on several nodes, the latter two messages have two steps each, see
+``panel_team``. Every block row is computed by one worker, so all have the same bits. Communication
+is not implemented here: a worker is a generator that yields a ``PanelRequest`` and continues once
+it has been exchanged. Two squares are whole on every worker; each is the message buffer of the
 other.
 """
 
@@ -35,16 +35,16 @@ from megatron_muon.linalg.newton_schulz import (
 from megatron_muon.linalg.norms import frobenius_norm, largest_magnitude
 from megatron_muon.linalg.panel_team import RequestKind, Team
 from megatron_muon.linalg.precision import full_precision_matmul
-from megatron_muon.linalg.products import bytes_beside, gram, symmetric_product_flops
+from megatron_muon.linalg.products import gram, symmetric_product_flops, temporary_bytes
 from megatron_muon.linalg.segments import Segments
 from megatron_muon.linalg.workspace import Workspace
 
 
 class PanelRequest(NamedTuple):
-    """What a worker wants to have exchanged; all workers of a matrix want the same at once.
+    """An exchange requested by a worker, and at the same time by all workers of its matrix.
 
-    Both tensors are contiguous, 1-D, and hold a part for (or from) each of ``Team.partners``, in
-    the order of their ranks, itself included.
+    Both tensors are contiguous, 1-D, and have a part for (or from) each of ``Team.partners``, in
+    rank order, including itself.
     """
 
     kind: RequestKind
@@ -60,7 +60,7 @@ _Steps = Generator[PanelRequest, None, None]
 
 @dataclass(frozen=True, kw_only=True)
 class PanelWork:
-    """One worker's place in a matrix.
+    """One worker of a matrix.
 
     Attributes:
         team: All workers.
@@ -90,8 +90,8 @@ def panel_flops(
         m: Smaller side of the matrix.
         n: Columns of the worker's panel.
         rows: Rows of its block.
-        segments: The schedule as it is computed.
-        device: Where, which decides what X Xᵀ costs; CPU by default.
+        segments: The segmented schedule.
+        device: Device, which determines the cost of X Xᵀ; CPU by default.
     """
     where = device or torch.device("cpu")
     once = symmetric_product_flops(m, n, where) + 2 * m * m * n
@@ -108,16 +108,16 @@ def orthogonalize_panel_(
     scale: float = 1.0,
     workspace: Workspace,
 ) -> PanelWorker:
-    """``orthogonalize_`` of one panel of a matrix, by one of its workers.
+    """Orthogonalizes one panel of a matrix as one of its workers.
 
     Args:
         x: Panel (m, n_J), m the smaller side of the whole matrix; any floating dtype, contiguous.
             Its content is undefined afterwards.
-        work: This worker's place.
-        segments: The schedule as it is computed, the same for all workers.
+        work: This worker.
+        segments: The segmented schedule, the same for all workers.
         compute_dtype: As for ``newton_schulz``.
         scale: Factor on the result.
-        workspace: Memory to work in, for this worker alone.
+        workspace: Temporary memory of this worker only.
 
     Returns:
         A generator that ends with the panel (m, n_J) of the result in the compute dtype, in the
@@ -153,19 +153,19 @@ def panel_bytes(
     held: torch.dtype,
     compute: torch.dtype,
 ) -> list[tuple[int, int]]:
-    """Returns the bytes that ``orthogonalize_panel_`` has allocated by each request and its end.
+    """Returns the bytes that ``orthogonalize_panel_`` has allocated at each request and its end.
 
     Args:
         m: Smaller side of the matrix.
         n: Columns of the worker's panel.
-        work: The worker's place.
-        segments: The schedule as it is computed.
-        device: Where.
+        work: The worker.
+        segments: The segmented schedule.
+        device: Device.
         held: dtype of the panel.
         compute: Compute dtype.
 
     Returns:
-        (most since the request before, what is left).
+        (peak since the previous request, bytes still allocated).
     """
     team, size = work.team, compute.itemsize
     start, end = team.rows[work.number]
@@ -178,7 +178,7 @@ def panel_bytes(
     q_rows = block_row
     shares = len(tuple(team.share_kinds()))
     for segment in segments:
-        found.append((alive + bytes_beside(m, n, device, compute), alive))
+        found.append((alive + temporary_bytes(m, n, device, compute), alive))
         found += [(alive, alive)] * (len(tuple(team.sum_kinds())) + shares - 1)
         if len(segment) > 1:
             alive, q_rows = alive + q_rows, 0
@@ -189,11 +189,11 @@ def panel_bytes(
 
 
 class _Worker:
-    """What the steps of one worker share: two squares, and its block rows of some.
+    """State of one worker: two squares, and its block rows.
 
     Attributes:
         a: A (m, m), whole.
-        z: Z (m, m), whole, or memory to use.
+        z: Z (m, m), whole, or temporary memory.
         a_rows: The worker's rows of A.
         z_rows: Its rows of Z.
     """
@@ -214,23 +214,23 @@ class _Worker:
         self.dtype = dtype
         self.space = space
         self.device = device
-        # Every worker's part of the longest block row has room in it.
+        # It fits a block row of the maximum length for every worker.
         square = work.team.size * work.team.longest * m
         self._memory = {one: self.take(one, square) for one in ("a", "z")}
         self.a, self.z = (flat[: m * m].view(m, m) for flat in self._memory.values())
         self.a_rows, self.z_rows = self.rows_named("a rows"), self.rows_named("z rows")
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Memory of this worker."""
+        """Return memory of this worker."""
         kind = dtype or self.dtype
         return self.space.take(name, shape, dtype=kind, device=self.device)
 
     def rows_named(self, name: str) -> Tensor:
-        """Memory for a block row of this worker."""
+        """Return memory for a block row of this worker."""
         return self.take(name, self.end - self.start, self.m)
 
     def exact(self) -> AbstractContextManager[None]:
-        """For products; never held over a ``yield``, where others compute."""
+        """Enforce true fp32 for products; never held across a ``yield``, where others compute."""
         return full_precision_matmul() if self.dtype == torch.float32 else nullcontext()
 
     def add_product(
@@ -243,12 +243,12 @@ class _Worker:
         out: Tensor,
         alpha: float = 1.0,
     ) -> None:
-        """``out`` = beta C + alpha A B of block rows; ``right`` is whole."""
+        """Compute ``out`` = beta C + alpha A B of block rows; ``right`` is whole."""
         with self.exact():
             torch.addmm(add, left, right, beta=beta, alpha=alpha, out=out)
 
     def share(self, rows: Tensor, *, into: Tensor, through: Tensor) -> _Steps:
-        """This worker's block row to all; ``through`` is overwritten."""
+        """Gather the block rows on all workers; ``through`` is overwritten."""
         whole, scratch = into.view(-1), self._flat(through)
         for kind in self.team.share_kinds():
             across = kind == "blocks"
@@ -260,9 +260,9 @@ class _Worker:
             rows = received.view(-1, self.m)
 
     def add_up(self, partial: Tensor, *, through: Tensor) -> _Steps:
-        """The sum of all partial sums, into this worker's rows of A; both squares are overwritten.
+        """Add all partial sums into this worker's rows of A; both squares are overwritten.
 
-        Between nodes what has been sent makes room for the sum of the node.
+        Between nodes the sum of the node replaces the sent partial sums.
         """
         sent, scratch = partial.view(-1), self._flat(through)
         kinds = tuple(self.team.sum_kinds())
@@ -272,7 +272,7 @@ class _Worker:
             total = self.a_rows if is_last else partial[: self.group_rows]
             received = scratch[: count * total.numel()]
             yield PanelRequest(kind, sent, received)
-            # One kernel, which adds 16-bit parts in fp32 and rounds once.
+            # A single kernel adds 16-bit parts in fp32 and rounds once.
             torch.sum(received.view(count, *total.shape), dim=0, out=total)
             sent = total.view(-1)
 
@@ -281,7 +281,7 @@ class _Worker:
 
 
 def _normalize_(own: _Worker, x: Tensor) -> PanelWorker:
-    """Divides the panel by the norm of the whole matrix, as ``newton_schulz`` does it."""
+    """Divides the panel by the norm of the whole matrix, as in ``newton_schulz``."""
     wide = torch.promote_types(torch.promote_types(x.dtype, torch.float32), own.dtype)
     if x.dtype != own.dtype and x.dtype != wide:
         x = own.take("x", *x.shape, dtype=wide).copy_(x)
@@ -292,7 +292,7 @@ def _normalize_(own: _Worker, x: Tensor) -> PanelWorker:
         scalars[1] = frobenius_norm(x.unsqueeze(0)).view(())
     everyone = torch.empty(own.team.size, 2, dtype=wide, device=x.device)
     yield PanelRequest("scalars", scalars.repeat(own.team.size), everyone.view(-1))
-    # In units of the largest of all: the same order of the same numbers for every worker.
+    # In units of the overall largest entry; same numbers in the same order on every worker.
     top = everyone[:, 0].amax()
     shares = everyone[:, 0] / top.masked_fill(top == 0, 1.0)
     total: Tensor = torch.linalg.vector_norm(everyone[:, 1] * shares)
@@ -302,7 +302,7 @@ def _normalize_(own: _Worker, x: Tensor) -> PanelWorker:
 
 
 def _gram(own: _Worker, x: Tensor) -> _Steps:
-    """A = Σ X_J X_Jᵀ, whole everywhere; Z is overwritten."""
+    """Computes A = Σ X_J X_Jᵀ, whole on every worker; Z is overwritten."""
     with own.exact():
         gram(x.unsqueeze(0), out=own.z.unsqueeze(0))
     yield from own.add_up(own.z, through=own.a)
@@ -310,10 +310,10 @@ def _gram(own: _Worker, x: Tensor) -> _Steps:
 
 
 def _carried(own: _Worker, segment: Schedule, factor: float) -> _Steps:
-    """Q of a segment times a factor, whole in Z; A is overwritten.
+    """Computes Q of a segment times a factor, whole in Z; A is overwritten.
 
-    Of Y and Q a worker needs its own rows only, until the end: all are polynomials of A and
-    commute, so that Z, which is whole, can stand on the right.
+    Until the end a worker needs only its own rows of Y and Q: all are polynomials of A and commute,
+    so that Z, which is whole, can be the right factor.
     """
     q, y = own.rows_named("q rows"), own.z_rows
     for index, (alpha, beta, gamma) in enumerate(segment):

@@ -1,4 +1,4 @@
-"""Which dtype the matrix products run in, and fp32 products that really are fp32."""
+"""Selects the dtype of matrix products and messages, and enforces true fp32 products."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ COMPUTE_POLICIES: Final = ("auto", "fp64", "fp32", "fp16", "bf16")
 EXCHANGE_POLICIES: Final = ("auto", "fp32", "bf16")
 
 STATE_DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Element types in which a factor can be kept between steps."""
+"""Dtypes of state between steps."""
 
 _EXPLICIT: Final = {
     "fp64": torch.float64,
@@ -27,14 +27,13 @@ _FIRST_BF16_CAPABILITY: Final = (8, 0)
 def resolve_compute_dtype(policy: str, device: torch.device) -> torch.dtype:
     """Returns the dtype in which the Newton-Schulz products run.
 
-    ``auto`` is bf16 on CUDA devices of capability 8.0 and later, and fp32 everywhere else. That
-    includes CPUs with bf16 units, although they gain from bf16: runs on CPU are for tests, demos
-    and planning, and must not change their result with the model of the processor. Type ``bf16`` to
-    have it.
+    ``auto`` is bf16 on CUDA devices of capability 8.0 and later, and fp32 everywhere else,
+    including CPUs with bf16 units: runs on CPU are for tests, demos and planning, and their results
+    must not depend on the model of the processor. Type ``bf16`` to select it.
 
     Args:
         policy: One of ``COMPUTE_POLICIES``.
-        device: Where the matrices live.
+        device: Device of the matrices.
 
     Returns:
         float64, float32, float16 or bfloat16.
@@ -57,14 +56,14 @@ def resolve_compute_dtype(policy: str, device: torch.device) -> torch.dtype:
 
 
 def resolve_exchange_dtype(policy: str, compute_dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which matrices and their updates travel.
+    """Returns the dtype in which matrices and their updates are communicated.
 
-    ``auto`` is bf16 where the products are of 16 bits, whose rounding is larger than that of what
-    travels, and fp32 otherwise. Never fp16: gradients may be smaller than its smallest number.
+    ``auto`` is bf16 for 16-bit products, whose rounding errors exceed those of the messages, and
+    fp32 otherwise. Never fp16: gradients may underflow.
 
     Args:
         policy: One of ``EXCHANGE_POLICIES``.
-        compute_dtype: That of the Newton-Schulz products, or of those that made the gradients.
+        compute_dtype: Dtype of the Newton-Schulz products, or of those that computed the gradients.
 
     Raises:
         ValueError: Unknown policy.
@@ -82,8 +81,8 @@ def resolve_exchange_dtype(policy: str, compute_dtype: torch.dtype) -> torch.dty
 def full_precision_matmul() -> Iterator[None]:
     """Runs fp32 matrix products in fp32: no TF32 on CUDA, no bf16 or TF32 inside oneDNN on CPU.
 
-    The settings are torch's, hence those of the whole process; they are put back on the way out,
-    also after an exception.
+    torch's settings are those of the whole process; they are restored at the end, also after an
+    exception.
     """
     backends = _backends_with_own_setting()
     if backends:
@@ -105,7 +104,7 @@ def full_precision_matmul() -> Iterator[None]:
 
 
 def _backends_with_own_setting() -> list[Any]:
-    """The matmul settings of cuBLAS and oneDNN; empty before torch 2.9, which has one for all."""
+    """Returns the matmul settings of cuBLAS and oneDNN; empty before torch 2.9."""
     found = [
         getattr(backend, "matmul", None) for backend in (torch.backends.cuda, torch.backends.mkldnn)
     ]

@@ -1,7 +1,7 @@
 """Scale modes: the factor s between the orthogonal factor and the update.
 
-For a logical matrix with m rows (outputs) and n columns (inputs), both of the whole matrix and
-never of a shard, an orthogonal factor has min(m, n) singular values 1, so its entries have the root
+For a logical matrix with m rows (outputs) and n columns (inputs), both of the whole matrix and not
+of a shard, an orthogonal factor has min(m, n) singular values 1, so its entries have the root
 mean square 1/√max(m, n). The update s·O then has
 
 ================  ================  =========================  ====================================

@@ -1,4 +1,4 @@
-"""Segments of a schedule: where A = X Xᵀ is computed anew, and what that costs.
+"""Segments of a schedule, between which A = X Xᵀ is recomputed, and their FLOPs.
 
 See ``newton_schulz``.
 """
@@ -13,11 +13,11 @@ from megatron_muon.linalg.coefficients import Schedule
 from megatron_muon.linalg.products import symmetric_product_flops
 
 Segments = tuple[Schedule, ...]
-"""A schedule, cut where A is computed anew."""
+"""A schedule, split where A is recomputed."""
 
-# Rounding of A in directions where X has next to nothing grows by a² with each step that carries A
-# on. Up to this growth the error stays within the bound that ``newton_schulz`` states; in fp16 more
-# than 100 lets singular values grow beyond what the next steps were made for (quintic).
+# Rounding errors of A in weak directions of X grow by a² with each step that updates A instead of
+# recomputing it. Up to this growth the error stays within the bound of ``newton_schulz``; in fp16
+# more than 100 lets singular values grow beyond the range of the next steps (quintic).
 _LARGEST_GROWTH: Final = 300.0
 _LARGEST_GROWTH_FP16: Final = 100.0
 
@@ -32,8 +32,8 @@ def newton_schulz_flops(
     Args:
         m: Rows.
         n: Columns.
-        segments: The schedule as it is computed.
-        device: Where, which decides what a symmetric product saves; CPU by default.
+        segments: The segmented schedule.
+        device: Device, which determines the savings of symmetric products; CPU by default.
     """
     small, large = sorted((m, n))
     where = device or torch.device("cpu")
@@ -45,10 +45,10 @@ def newton_schulz_flops(
 def cheapest_segments(
     m: int, n: int, schedule: Schedule, compute_dtype: torch.dtype, device: torch.device
 ) -> Segments:
-    """Returns the schedule in the form with the fewest operations for an m×n matrix.
+    """Returns the schedule in the form with the fewest FLOPs for an m×n matrix.
 
-    The choice follows from counts alone, so a run that is started again computes the same bits. In
-    bf16 it is always the standard form: with 8 bits carrying A on can diverge (deepseekv4).
+    The choice depends on counts only, so a restarted run computes the same bits. In bf16 it is
+    always the standard form: with 8 bits updating A can diverge (deepseekv4).
     """
     standard = standard_segments(schedule)
     if compute_dtype == torch.bfloat16:
@@ -58,12 +58,12 @@ def cheapest_segments(
 
 
 def standard_segments(schedule: Schedule) -> Segments:
-    """Returns the standard form: A is computed anew in every step."""
+    """Returns the standard form: A is recomputed in every step."""
     return tuple((step,) for step in schedule)
 
 
 def carried_segments(schedule: Schedule, compute_dtype: torch.dtype = torch.float32) -> Segments:
-    """Returns the longest segments whose rounding stays within ``_LARGEST_GROWTH``."""
+    """Returns the longest segments with error growth within ``_LARGEST_GROWTH``."""
     largest = _LARGEST_GROWTH_FP16 if compute_dtype == torch.float16 else _LARGEST_GROWTH
     found: list[Schedule] = []
     current: list[tuple[float, float, float]] = []

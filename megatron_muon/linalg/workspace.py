@@ -1,4 +1,4 @@
-"""Memory of a step: counted while it is alive, and on CPU used again by the next step."""
+"""Memory of a step: live bytes are counted, and on CPU buffers are reused by the next step."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 class MemoryPool:
     """Allocates and counts buffers.
 
-    On CUDA a released buffer goes back to torch's allocator, which hands it out again, also to
-    activations. On CPU that costs page faults in every step, so there a released buffer waits for
-    the next request of the same size.
+    On CUDA a released buffer returns to torch's allocator, which can reuse it for activations. On
+    CPU that costs page faults in every step, so a released buffer is kept for the next request of
+    the same size.
 
     Attributes:
-        alive: Bytes that are allocated and not released.
-        peak: The most that ``alive`` has been since ``reset``.
+        alive: Bytes allocated and not released.
+        peak: Maximum of ``alive`` since ``reset``.
 
     Args:
         device: Device of the buffers.
@@ -36,7 +36,7 @@ class MemoryPool:
         self.peak = self.alive
 
     def take(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A contiguous buffer, not initialized."""
+        """Allocate a contiguous, uninitialized buffer."""
         nbytes = math.prod(shape) * dtype.itemsize
         self.alive += nbytes
         self.peak = max(self.peak, self.alive)
@@ -47,7 +47,7 @@ class MemoryPool:
         return block.view(dtype).view(shape)
 
     def release(self, buffer: Tensor) -> None:
-        """Take a buffer back; the caller drops every reference to it."""
+        """Release a buffer, to which the caller keeps no reference."""
         storage = buffer.untyped_storage()
         self.alive -= storage.nbytes()
         if self._keeps:
@@ -58,10 +58,10 @@ class MemoryPool:
 class Workspace:
     """Named buffers of one computation.
 
-    A buffer's content is undefined when taken; two that are needed together have different names.
+    A buffer's content is undefined when taken; buffers in use at once have different names.
 
     Args:
-        pool: Where they are allocated; without one they are plain tensors.
+        pool: Allocates the buffers; without a pool they are plain tensors.
     """
 
     def __init__(self, pool: MemoryPool | None = None) -> None:
@@ -71,12 +71,12 @@ class Workspace:
     def take(
         self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """A contiguous tensor; the same memory as the last one of this name, if that suffices."""
+        """Return a contiguous tensor, in the memory of the last one of this name if sufficient."""
         numel = math.prod(shape)
         key = (name, dtype, device)
         held = self._buffers.get(key)
         if held is None or held.numel() < numel:
-            # The smaller one is released first.
+            # Release the smaller one first.
             self._release(key)
             held = None
             if self._pool is None:
@@ -88,7 +88,7 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Allocated bytes."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def clear(self) -> None:

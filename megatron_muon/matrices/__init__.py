@@ -1,6 +1,6 @@
-"""What the logical matrices of a model are: names, shapes, splits, cuts, ranges, routes.
+"""Describes the logical matrices of a model: names, shapes, splits, shards, ranges, routes.
 
-Data and pure functions; nothing here knows torch, Megatron or a process group.
+Data and pure functions, independent of torch, Megatron and process groups.
 """
 
 from megatron_muon.matrices.adapters import adapter_parameters, unwrapped

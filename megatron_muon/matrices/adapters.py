@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA and its kin), recognized by the names and shapes of parameters.
+"""Detects low-rank adapters (LoRA and its variants) by names and shapes of parameters.
 
 Names as in Megatron-Bridge and NeMo (``linear_qkv.adapter.linear_in``, ``….adapter.adapter_q.…``,
 ``….adapters.0.…``), ModelOpt (``lora_a``) and Hugging Face PEFT (``lora_A.default``).
@@ -13,11 +13,11 @@ _LORA = re.compile(r"lora_(a|b|down|up|embedding_a|embedding_b|magnitude_vector)
 _MODULE = re.compile(r"adapter|(^|_)(?P<lora>lora)(_|$)", re.IGNORECASE)
 _WEIGHT = re.compile(r"(.+)\.weight\d*")
 _WRAPPERS = ("to_wrap", "base_layer", "_orig_mod")
-"""What adapters and ``torch.compile`` put between a module and the layer that was there before."""
+"""Names that adapters and ``torch.compile`` insert between a module and the wrapped layer."""
 
 
 def unwrapped(path: str) -> str:
-    """A module's path or a parameter's name without the pieces that wrappers put into it."""
+    """Return a module's path or a parameter's name without the pieces of wrappers."""
     pieces = [piece for piece in path.split(".") if piece not in _WRAPPERS]
     while pieces and pieces[0] == "module":
         del pieces[0]
@@ -25,15 +25,15 @@ def unwrapped(path: str) -> str:
 
 
 def adapter_parameters(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
-    """Names of the parameters that belong to a low-rank adapter, of whatever rank.
+    """Return the names of the parameters of low-rank adapters, of any rank.
 
-    ``lora_A`` is one by its name. ``linear_in`` (r x in) and ``linear_out`` (out x r) are common
-    words: the pair is one if it fits together, and either is beside the weight that it adapts or is
-    narrow and in a module that is called an adapter. All else in such a module (a magnitude, a
-    core, a norm) belongs to the adapter as well.
+    ``lora_A`` is detected by name. ``linear_in`` (r x in) and ``linear_out`` (out x r) are common
+    names: a pair of matching shapes is an adapter if it is next to the adapted weight, or narrow
+    and in a module named adapter. All other parameters of such a module (a magnitude, a core, a
+    norm) belong to the adapter as well.
 
     Args:
-        shapes: Unwrapped name and global shape of all parameters, frozen ones included.
+        shapes: Unwrapped name and global shape of all parameters, including frozen ones.
     """
     layers = {found[1] for name in shapes if (found := _WEIGHT.fullmatch(name))}
     roots = {root for name in shapes for root in _roots(name, shapes, layers)}
@@ -48,12 +48,12 @@ def _starts(name: str) -> Iterator[str]:
 def _roots(
     name: str, shapes: Mapping[str, tuple[int, ...]], layers: Collection[str]
 ) -> Iterator[str]:
-    """What is an adapter, as far as one parameter shows it.
+    """Yield the adapters' paths that can be derived from one parameter.
 
     Args:
         name: Name of the parameter.
-        shapes: Of all parameters.
-        layers: Paths of the modules that have a weight of their own.
+        shapes: Shapes of all parameters.
+        layers: Paths of the modules with a weight.
     """
     pieces = name.split(".")
     for index, piece in enumerate(pieces):
@@ -83,7 +83,7 @@ def _roots(
 
 
 def _without_adapter_modules(path: list[str]) -> list[str]:
-    """A path without the modules at its end that are called adapters, or are numbered in one."""
+    """Return a path without trailing modules named adapter, or numbered inside one."""
     end = len(path)
     while end and (_MODULE.search(path[end - 1]) or path[end - 1].isdecimal()):
         end -= 1

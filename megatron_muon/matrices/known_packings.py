@@ -1,4 +1,4 @@
-"""How Megatron packs several matrices into the rows of one parameter, told from name and config.
+"""Derives from name and config how Megatron packs several matrices into one parameter's rows.
 
 Sources, all in megatron-core 0.19: ``SelfAttention.get_query_key_value_tensors``,
 ``CrossAttention``, ``MLASelfAttention``, ``MLP``, ``TEGroupedMLP``.
@@ -12,15 +12,15 @@ from typing import Any, Literal
 from megatron_muon.matrices.packing import WHOLE, Packing, RowPacking, RowPart
 
 Family = Literal["qkv", "gate_up", "mla", "ssm", ""]
-"""Which setting decides whether a packed parameter is split; empty for one that is not packed."""
+"""The setting that determines whether a packed parameter is split; empty for an unpacked one."""
 
 
 def packing_by_name(name: str, config: Any, rows: int) -> tuple[Family, Packing] | None:
-    """Family and packing of a linear layer that is known by its name; None for another one.
+    """Return family and packing of a linear layer with a known name; None for any other.
 
     Args:
-        name: Name of the linear layer in its parent, as ``linear_qkv``.
-        config: Megatron's configuration of the model, or anything with the same fields.
+        name: Name of the linear layer in its parent, such as ``linear_qkv``.
+        config: Megatron's model configuration, or an object with the same fields.
         rows: Rows of the whole weight.
     """
     if name not in _BY_NAME:
@@ -31,7 +31,7 @@ def packing_by_name(name: str, config: Any, rows: int) -> tuple[Family, Packing]
 
 
 def family_by_name(name: str) -> Family:
-    """Family that a linear layer of this name has if it is packed; empty for another one."""
+    """Return the family of a packed linear layer of this name; empty for an unknown name."""
     return _BY_NAME[name][0] if name in _BY_NAME else ""
 
 
@@ -64,7 +64,7 @@ def _mla_kv_up(config: Any, rows: int) -> Packing:
 
 
 def _mla_kv_down(config: Any, rows: int) -> Packing:
-    # One unit and not blocks: where TP cuts it at all, it cuts the rows through both parts.
+    # One unit instead of blocks: TP, if it applies, cuts the rows through both parts.
     return _units(("latent", config.kv_lora_rank, 1), ("rope", config.qk_pos_emb_head_dim, 1))
 
 
@@ -89,7 +89,7 @@ _BY_NAME: dict[str, tuple[Family, Callable[[Any, int], Packing]]] = {
 
 
 def _units(*parts: tuple[str, int, int]) -> Packing:
-    """Parts (name, rows, heads) of every unit; a part without rows does not exist."""
+    """Return a packing with parts (name, rows, heads) per unit; parts without rows are omitted."""
     return Packing(
         rows=RowPacking.UNITS,
         parts=tuple(

@@ -1,4 +1,4 @@
-"""Logical matrices: what is orthogonalized as one matrix, and where its rectangles are stored."""
+"""Logical matrices, each orthogonalized as a whole, and where their rectangles are stored."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class LogicalMatrix:
     """One matrix that is orthogonalized as a whole.
 
     Attributes:
-        name: Parameter name, followed by ``[part]``, ``[expert]`` or ``[expert.part]`` when the
-            parameter holds several matrices.
+        name: Parameter name, followed by ``[part]``, ``[expert]`` or ``[expert.part]`` if the
+            parameter contains several matrices.
         parameter: Name of the parameter that stores it.
         shape: Global (m, n), the same at every layout.
-        blocks: Rectangles that cover it exactly once. Of a parameter replicated over TP only the
-            copy of TP rank 0 is listed: it is the source, all copies receive its update.
+        blocks: Disjoint rectangles that cover it. Of a parameter replicated over TP only the copy
+            of TP rank 0 is listed: it is the source, and all copies receive its update.
         replicated: True when every TP rank holds a copy.
     """
 
@@ -58,20 +58,20 @@ class LogicalMatrix:
 
 
 def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
-    """Sort key by which ``layers.2`` comes before ``layers.10``: forward order of the layers."""
+    """Return a sort key in forward order: ``layers.2`` before ``layers.10``."""
     pieces = (
         (0, int(piece), "") if piece.isdecimal() else (1, 0, piece)
         for piece in re.split(r"(\d+)", name)
         if piece
     )
-    # The name itself decides between ``layers.1`` and ``layers.01``.
+    # The name itself orders ``layers.1`` and ``layers.01``.
     return (*pieces, (-1, 0, name))
 
 
 def _blocks(
     parameter: ShardedParameter, rows_of_part: Sequence[tuple[int, int]], stacked: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Intersections ``(tp rank, shard row, rows, row in the part)`` of stored runs and a part."""
+    """Yield intersections ``(tp rank, shard row, rows, row in part)`` of stored runs and a part."""
     rows, _ = parameter.global_shape
     cut = parameter.tp if parameter.tp_dim == 0 else 1
     first = stacked * parameter.shard_shape[0]
@@ -94,26 +94,26 @@ def _blocks(
 
 
 def logical_matrices(parameter: ShardedParameter, *, split: SplitMode) -> tuple[LogicalMatrix, ...]:
-    """The matrices that one parameter holds.
+    """Return the matrices of one parameter.
 
     Args:
         parameter: The parameter.
-        split: ``none`` keeps packed rows as one matrix, in the global order (for a gated MLP
+        split: ``none`` keeps packed rows as one matrix, in global order (for a gated MLP
             ``[gate; up]``), so that the result does not depend on TP. Stacked matrices are always
-            matrices of their own.
+            separate.
 
     Returns:
-        One matrix per part; decided on the global shape, so the same at every layout, also when
+        One matrix per part; determined by the global shape, so the same at every layout, also if
         TP cuts through a query group.
 
     Raises:
-        ValueError: The rows are to be split, but are not whole query groups or heads.
+        ValueError: The rows are to be split, but do not consist of whole query groups or heads.
     """
     rows, cols = parameter.global_shape
     problem = parameter.packing.problem(rows, cut=1)
     if problem and split != "none":
         raise ValueError(
-            f"{parameter.name}: {problem}; send it to Adam or turn its split off with "
+            f"{parameter.name}: {problem}; assign it to Adam or turn its split off with "
             f"--matrix-rule '{parameter.name}:split=none'"
         )
     shard_cols = parameter.shard_shape[1]

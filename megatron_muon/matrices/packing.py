@@ -1,4 +1,4 @@
-"""How several logical matrices share the rows of one parameter."""
+"""Packing of several logical matrices into the rows of one parameter."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from enum import Enum
 from typing import Literal
 
 SplitMode = Literal["none", "parts", "heads"]
-"""What a packed parameter is cut into: nothing, its parts, or every attention head of its parts."""
+"""Split of a packed parameter: none, its parts, or every attention head of its parts."""
 
 
 class RowPacking(Enum):
-    """How the rows of a parameter are laid out in storage."""
+    """Layout of a parameter's rows in storage."""
 
     WHOLE = "whole"
     """The rows are one matrix."""
 
     UNITS = "units"
-    """The parts of one unit (query group, attention head) follow one another, then those of the
-    next unit; TP cuts the rows where it falls, through a unit if need be."""
+    """The parts of one unit (query group, attention head) are adjacent, followed by those of the
+    next unit; TP may cut through a unit."""
 
     BLOCKS = "blocks"
-    """Each part is cut over TP on its own: every TP rank stores its share of the first part, then
-    its share of the second."""
+    """Each part is sharded over TP separately: every TP rank stores its shard of the first part,
+    then its shard of the second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class RowPart:
     Attributes:
         name: Name of the part.
         rows: Rows of one unit (``UNITS``), or rows over all TP ranks (``BLOCKS``).
-        heads: Number of attention heads in those rows, of equal size; 1 keeps them together.
+        heads: Number of attention heads of equal size in these rows; 1 never splits them.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Packing:
     """The rows of one matrix of a parameter.
 
     Attributes:
-        rows: How they are laid out.
+        rows: Their layout.
         parts: The parts in storage order; empty for ``WHOLE``.
     """
 
@@ -58,11 +58,11 @@ class Packing:
         return sum(part.rows for part in self.parts)
 
     def problem(self, rows: int, *, cut: int) -> str | None:
-        """Why a matrix of this many rows cannot be packed so, None if it can.
+        """Return why a matrix of this many rows cannot have this packing, None if it can.
 
         Args:
             rows: Rows over all TP ranks.
-            cut: Number of TP ranks that the rows are cut over.
+            cut: Number of TP ranks over which the rows are sharded.
         """
         if self.rows is RowPacking.WHOLE:
             return None
@@ -87,15 +87,15 @@ WHOLE = Packing()
 
 
 def intervals(packing: Packing, rows: int, split: SplitMode) -> dict[str, list[tuple[int, int]]]:
-    """Half-open row intervals of each logical part, in the order in which they stack.
+    """Return the half-open row intervals of each logical part, in stacking order.
 
     Args:
-        packing: How the rows are packed.
+        packing: Packing of the rows.
         rows: Number of rows over all TP ranks; ``packing.problem`` must be None for it.
-        split: What they are cut into.
+        split: The split.
 
     Returns:
-        Part name to intervals; one part without a name when nothing is cut.
+        Part name to intervals; one unnamed part without a split.
     """
     if split == "none" or packing.rows is RowPacking.WHOLE:
         return {"": [(0, rows)]}
@@ -118,12 +118,12 @@ def intervals(packing: Packing, rows: int, split: SplitMode) -> dict[str, list[t
 def stored_runs(
     packing: Packing, rows: int, *, tp: int, tp_rank: int
 ) -> list[tuple[int, int, int]]:
-    """Runs ``(row in the shard, rows, global row)`` by which a TP rank stores its rows.
+    """Return the runs ``(row in the shard, rows, global row)`` that a TP rank stores.
 
     Args:
-        packing: How the rows are packed.
+        packing: Packing of the rows.
         rows: Number of rows over all TP ranks.
-        tp: Number of TP ranks that the rows are cut over.
+        tp: Number of TP ranks over which the rows are sharded.
         tp_rank: One of them.
     """
     if packing.rows is not RowPacking.BLOCKS:

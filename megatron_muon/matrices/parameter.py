@@ -1,4 +1,4 @@
-"""What is known of one parameter: its shape, how TP cuts it, which rank holds which elements."""
+"""Describes one parameter: its shape, its TP sharding, and the elements on each rank."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from megatron_muon.matrices.packing import WHOLE, Packing, RowPacking
 class ShardedParameter:
     """A parameter of one pipeline stage, as TP and the distributed optimizer store it.
 
-    It holds one matrix, or a stack of equal matrices, one after the other (grouped experts); TP
-    cuts each matrix of a stack alike.
+    It contains one matrix, or a stack of equally shaped matrices (grouped experts), each sharded
+    over TP in the same way.
 
     Attributes:
         name: Name in the model, without wrapper prefixes.
         global_shape: (m, n) of one matrix gathered over TP.
-        tp_dim: 0 when TP cuts the rows, 1 when it cuts the columns, None when every TP rank
-            holds the whole parameter.
-        tp: Number of TP ranks that hold it (copies when ``tp_dim`` is None).
-        ranges: For each DP rank the half-open flat range ``(start, stop)`` of the TP rank's
-            row-major shard that this DP rank owns; ``(0, 0)`` when it owns nothing. The same on
-            every TP rank, because every TP rank has the same buffer layout.
-        packing: How the rows of a matrix are packed.
+        tp_dim: 0 if TP shards the rows, 1 if it shards the columns, None if every TP rank has the
+            whole parameter.
+        tp: Number of TP ranks with a shard (or copy if ``tp_dim`` is None).
+        ranges: For each DP rank its half-open flat range ``(start, stop)`` of the TP rank's
+            row-major shard; ``(0, 0)`` if empty. The same on every TP rank, as all have the same
+            buffer layout.
+        packing: Packing of a matrix's rows.
         stack: Numbers of the stacked matrices (global expert numbers), None for a single matrix.
     """
 
@@ -39,15 +39,15 @@ class ShardedParameter:
         rows, cols = self.global_shape
         if self.tp_dim is not None and self.global_shape[self.tp_dim] % self.tp:
             raise ValueError(
-                f"{self.name}: dimension {self.tp_dim} of {rows}x{cols} is cut over {self.tp} TP "
-                "ranks and does not divide evenly; use a tensor-parallel size that divides it"
+                f"{self.name}: dimension {self.tp_dim} of {rows}x{cols} is sharded over {self.tp} "
+                "TP ranks and does not divide evenly; use a tensor-parallel size that divides it"
             )
         problem = self.packing.problem(rows, cut=self.tp if self.tp_dim == 0 else 1)
         if problem and self.packing.rows is RowPacking.BLOCKS:
-            # Without its blocks nobody knows which rows a TP rank stores.
+            # The rows of a TP rank are unknown without valid blocks.
             raise ValueError(
-                f"{self.name}: {problem}; change the sizes, or send it to Adam with --matrix-rule "
-                f"'{self.name}:optimizer=adam'"
+                f"{self.name}: {problem}; change the sizes, or assign it to Adam with "
+                f"--matrix-rule '{self.name}:optimizer=adam'"
             )
         covered = 0
         for start, stop in sorted(r for r in self.ranges if r[1] > r[0]):
@@ -64,7 +64,7 @@ class ShardedParameter:
 
     @property
     def replicated(self) -> bool:
-        """True when every TP rank holds the whole parameter."""
+        """True if every TP rank has the whole parameter."""
         return self.tp_dim is None
 
     @property
@@ -79,7 +79,7 @@ class ShardedParameter:
 
     @property
     def shard_numel(self) -> int:
-        """Elements of one TP rank's shard, all matrices of a stack together."""
+        """Elements of one TP rank's shard, including all matrices of a stack."""
         rows, cols = self.shard_shape
         return rows * cols * (1 if self.stack is None else len(self.stack))
 
@@ -87,17 +87,17 @@ class ShardedParameter:
 def data_parallel_ranges(
     *, start: int, stop: int, bucket_start: int, bucket_numel: int, dp: int
 ) -> tuple[tuple[int, int], ...]:
-    """Flat ranges of one parameter that each DP rank owns.
+    """Return the flat range of one parameter on each DP rank.
 
-    Follows ``DistributedOptimizer._build_model_gbuf_range``: every bucket is cut into ``dp``
-    equal shards, without regard to parameter boundaries.
+    As in ``DistributedOptimizer._build_model_gbuf_range``, every bucket is split into ``dp`` equal
+    shards, regardless of parameter boundaries.
 
     Args:
         start: First element of the parameter in the gradient buffer.
         stop: One past its last element in the gradient buffer.
         bucket_start: First element of its bucket in the gradient buffer.
-        bucket_numel: Elements of the bucket, padding included.
-        dp: Number of ranks that the distributed optimizer shards over.
+        bucket_numel: Elements of the bucket, including padding.
+        dp: Number of ranks over which the distributed optimizer shards.
 
     Returns:
         For each DP rank the half-open range within the parameter, ``(0, 0)`` when empty.

@@ -1,4 +1,4 @@
-"""Which optimizer each parameter goes to, and why."""
+"""Routes each parameter to an optimizer, with a reason."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from megatron_muon.matrices.rules import OptimizerChoice, Rule
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterFacts:
-    """What routing looks at.
+    """Input of routing.
 
     Attributes:
         name: Name in the model, without wrapper prefixes.
-        shape: Global shape; of a parameter that stacks experts, the shape of one expert's matrix.
-        is_linear_weight: The weight of a linear layer.
-        is_embedding_or_output: Word or position embedding, or the output layer.
-        is_router: A mixture-of-experts router.
-        is_tied: A copy of it is on another pipeline stage (tied embedding and output).
-        is_adapter: It belongs to a low-rank adapter, see ``adapters``.
+        shape: Global shape; for stacked experts the shape of one expert's matrix.
+        is_linear_weight: True for the weight of a linear layer.
+        is_embedding_or_output: True for word or position embeddings and the output layer.
+        is_router: True for a mixture-of-experts router.
+        is_tied: True if another pipeline stage has a copy (tied embedding and output).
+        is_adapter: True for a parameter of a low-rank adapter, see ``adapters``.
     """
 
     name: str
@@ -32,11 +32,11 @@ class ParameterFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """Where one parameter goes.
+    """The optimizer of one parameter.
 
     Attributes:
         optimizer: ``matrix`` or ``adam``.
-        reason: A few words for the start-up table.
+        reason: The reason, for the start-up table.
     """
 
     optimizer: OptimizerChoice
@@ -44,12 +44,12 @@ class Route:
 
 
 def default_route(facts: ParameterFacts, *, min_dim: int) -> Route:
-    """The route without a rule: weights of linear layers are matrices, all else is Adam's.
+    """Return the route without a rule: weights of linear layers are matrices, all else is Adam's.
 
     Args:
         facts: The parameter.
-        min_dim: A matrix with a side shorter than this goes to Adam: it is a bundle of vectors
-            (a gate with one output) more than a matrix.
+        min_dim: A matrix with a side shorter than this is assigned to Adam, as it is rather a set
+            of vectors (a gate with one output).
     """
     ndim = len(facts.shape)
     if facts.is_adapter:
@@ -72,29 +72,29 @@ def default_route(facts: ParameterFacts, *, min_dim: int) -> Route:
 
 
 def route(facts: ParameterFacts, rule: Rule, *, min_dim: int) -> Route:
-    """The route of one parameter; the user's rule comes first.
+    """Return the route of one parameter; the user's rule takes precedence.
 
     Args:
         facts: The parameter.
-        rule: The user's wishes for it.
+        rule: Its merged rule.
         min_dim: As for ``default_route``.
 
     Raises:
-        ValueError: A rule sends a parameter that is not 2-D, or is tied across pipeline stages, to
-            the matrix optimizer.
+        ValueError: A rule assigns a parameter that is not 2-D, or is tied across pipeline stages,
+            to the matrix optimizer.
     """
     if rule.optimizer is None:
         return default_route(facts, min_dim=min_dim)
     if rule.optimizer == "matrix" and facts.is_tied:
         raise ValueError(
-            f"a rule sends {facts.name} to the matrix optimizer, but it is tied to a copy on "
-            "another pipeline stage, and the copies would drift apart; leave it to Adam, or untie "
-            "the weights"
+            f"a rule assigns {facts.name} to the matrix optimizer, but it is tied to a copy on "
+            "another pipeline stage, and the copies would diverge; leave it to Adam, or untie the "
+            "weights"
         )
     if rule.optimizer == "matrix" and len(facts.shape) != 2:
         raise ValueError(
-            f"a rule sends {facts.name} to the matrix optimizer, but it has {len(facts.shape)} "
-            "dimensions; only 2-D parameters and stacks of experts can go there, narrow the rule's "
-            "pattern"
+            f"a rule assigns {facts.name} to the matrix optimizer, but it has {len(facts.shape)} "
+            "dimensions; only 2-D parameters and stacks of experts are supported, narrow the "
+            "rule's pattern"
         )
     return Route(optimizer=rule.optimizer, reason="rule")

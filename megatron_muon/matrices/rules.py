@@ -1,4 +1,4 @@
-"""A user's rules: glob on the parameter name -> optimizer, split, learning rate, weight decay."""
+"""User rules: glob on the parameter name -> optimizer, split, learning rate, weight decay."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _KEYS = ("optimizer", "split", "lr_mult", "wd_mult")
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One line of a user's wishes; fields that are None leave the default.
+    """One rule; fields that are None keep the default.
 
     Attributes:
         pattern: Shell-style glob (``*``, ``?``, ``[…]``) on the whole parameter name.
         optimizer: ``matrix`` or ``adam``.
-        split: What a packed parameter is cut into: ``none``, its ``parts``, every attention head
-            of its parts (``heads``), or what the settings say (``default``).
+        split: Split of a packed parameter: ``none``, its ``parts``, every attention head of its
+            parts (``heads``), or by the settings (``default``).
         lr_mult: Factor on the learning rate (maximum and minimum).
         wd_mult: Factor on the weight decay.
     """
@@ -40,7 +40,7 @@ def rule_from_mapping(pattern: str, values: Mapping[str, object], source: str) -
     Args:
         pattern: Glob on the parameter name.
         values: Keys ``optimizer``, ``split``, ``lr_mult``, ``wd_mult``.
-        source: Flag and text that the rule came from, for the message.
+        source: Flag and text of the rule, for errors.
 
     Raises:
         ValueError: Unknown key or value.
@@ -90,7 +90,7 @@ def parse_rule(text: str) -> Rule:
     """Parse ``GLOB:key=value,key=value``, the form of ``--matrix-rule``.
 
     Raises:
-        ValueError: With the text, what is wrong and what to type.
+        ValueError: The text is invalid; the error says what to type.
     """
     source = f"--matrix-rule '{text}'"
     pattern, colon, assignments = text.rpartition(":")
@@ -109,7 +109,7 @@ def load_rules(path: str) -> tuple[Rule, ...]:
     """Read ``--matrix-rules``: a JSON list of objects with ``pattern`` and the keys of a rule.
 
     Raises:
-        ValueError: The file cannot be read, is not such a list, or holds a wrong rule.
+        ValueError: The file cannot be read, is not such a list, or has an invalid rule.
     """
     source = f"--matrix-rules {path}"
     try:
@@ -128,7 +128,7 @@ def load_rules(path: str) -> tuple[Rule, ...]:
 
 
 def merged_rule(rules: Sequence[Rule], name: str) -> Rule:
-    """All wishes for one parameter; of several rules that match the later wins, field by field."""
+    """Merge the rules that match one parameter; later rules take precedence, field by field."""
     fields: dict[str, object] = dict.fromkeys(_KEYS)
     for rule in rules:
         if fnmatchcase(name, rule.pattern):
@@ -137,7 +137,7 @@ def merged_rule(rules: Sequence[Rule], name: str) -> Rule:
 
 
 def unmatched_rules(rules: Sequence[Rule], names: Iterable[str]) -> tuple[str, ...]:
-    """Patterns that match none of the names."""
+    """Return the patterns that match none of the names."""
     known = list(names)
     return tuple(
         rule.pattern for rule in rules if not any(fnmatchcase(name, rule.pattern) for name in known)

@@ -175,7 +175,7 @@ def test_custom_triples_are_used_in_order():
 
 @pytest.mark.parametrize("custom", [None, ()])
 def test_custom_without_triples_is_refused(custom):
-    with pytest.raises(ValueError, match="custom needs --dmuon-coefficients"):
+    with pytest.raises(ValueError, match="custom requires --dmuon-coefficients"):
         coefficient_schedule("custom", 5, custom)
 
 

@@ -307,7 +307,7 @@ def test_values_of_emerging_optimizers_in_fp32(name, steps):
     "x", [torch.ones(4), torch.ones(1, 2, 3, 4), torch.ones(2, 2, dtype=torch.int64)]
 )
 def test_what_is_no_batch_of_float_matrices_is_refused(x):
-    with pytest.raises(ValueError, match="newton_schulz takes a float tensor"):
+    with pytest.raises(ValueError, match="newton_schulz requires a float tensor"):
         newton_schulz(x, QUINTIC, compute_dtype=FP32)
 
 
@@ -318,5 +318,5 @@ def test_other_compute_dtypes_are_refused():
 
 @pytest.mark.parametrize("out", [torch.ones(3, 2), torch.ones(2, 3, dtype=FP64)])
 def test_an_out_that_does_not_match_is_refused(out):
-    with pytest.raises(ValueError, match="it must be as the input"):
+    with pytest.raises(ValueError, match="it must match the input"):
         newton_schulz(torch.ones(2, 3), QUINTIC, compute_dtype=FP32, out=out)

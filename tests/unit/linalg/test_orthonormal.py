@@ -361,9 +361,9 @@ def test_nothing_in_nothing_out(kind):
     ids=["no batch", "wide", "no columns", "integers"],
 )
 def test_what_is_no_batch_of_tall_float_matrices_is_refused(x):
-    with pytest.raises(ValueError, match="orthonormal_basis takes a float tensor"):
+    with pytest.raises(ValueError, match="orthonormal_basis requires a float tensor"):
         orthonormal_basis(x)
-    with pytest.raises(ValueError, match="right_factor takes a float tensor"):
+    with pytest.raises(ValueError, match="right_factor requires a float tensor"):
         right_factor(x, x, "qr")
 
 

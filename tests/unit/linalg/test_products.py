@@ -85,11 +85,11 @@ def fails(a, c, *, alpha, beta) -> torch.Tensor:
 def test_a_right_kernel_is_trusted_for_large_aligned_matrices():
     kernel = checked(SymmetricKernel(name="right", function=right), CPU)
     assert kernel is not None
-    assert kernel.takes(torch.empty(2, 2048, 4096, device="meta"))
-    assert not kernel.takes(torch.empty(2, 2048, 4092, device="meta"))
-    assert not kernel.takes(torch.empty(2, 4096, 2048, device="meta").mT)
+    assert kernel.supports(torch.empty(2, 2048, 4096, device="meta"))
+    assert not kernel.supports(torch.empty(2, 2048, 4092, device="meta"))
+    assert not kernel.supports(torch.empty(2, 4096, 2048, device="meta").mT)
     # Experts of 768 x 2048: a batch of plain products has fewer launches.
-    assert not kernel.takes(torch.empty(128, 768, 2048, device="meta"))
+    assert not kernel.supports(torch.empty(128, 768, 2048, device="meta"))
 
 
 @pytest.mark.parametrize(("function", "said"), [(one_tile_wrong, "off by"), (fails, "fails here")])
