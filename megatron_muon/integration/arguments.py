@@ -143,13 +143,15 @@ def _recommend_checkpoints_masters(args: Any) -> None:
         for flag in ("no_load_optim", "finetune", "pretrained_checkpoint")
         if getattr(args, flag, None)
     ]
-    has_codes = args.fp8_param_gather and not getattr(args, "load_main_params_from_ckpt", False)
-    if has_codes and without_state and args.rank == 0:
+    # What is dequantized while it is read is put into quantized weights at once.
+    streams = getattr(args, "stream_ckpt_dequant", False) and args.fp8_recipe != "tensorwise"
+    reads_exactly = getattr(args, "load_main_params_from_ckpt", False) and not streams
+    if args.fp8_param_gather and not reads_exactly and without_state and args.rank == 0:
         print(
             "megatron_muon: warning: with --fp8-param-gather and "
             f"--{without_state[0].replace('_', '-')} the fp32 masters are made from weights that "
-            "are quantized already: add --load-main-params-from-ckpt to make them from what the "
-            "checkpoint holds",
+            "are quantized already: add --load-main-params-from-ckpt --no-stream-ckpt-dequant to "
+            "make them from what the checkpoint holds",
             flush=True,
         )
 

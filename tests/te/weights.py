@@ -60,18 +60,27 @@ def quantize_weights(model: Any, recipe: str, keep_bf16: tuple[str, ...] = ()) -
         is_linear = type(module).__name__ in ("ColumnParallelLinear", "RowParallelLinear")
         if not is_linear or ".layers." not in name or name.startswith(keep_bf16):
             continue
-        weight = module.weight
-        quantize = quantizer(recipe)
-        with torch.no_grad():
-            quantized = torch.nn.Parameter(quantize(weight.detach()), requires_grad=True)
-        for attribute, value in weight.__dict__.items():
-            setattr(quantized, attribute, value)
-        # Not the copy that it has made: amax and scale are those that the layer updates.
-        quantized._quantizer = quantize
-        _keep_first_value(quantized, weight.detach().cpu())
-        module.weight = quantized
+        quantize_layer(module, recipe)
         found.append(f"{name}.weight")
     return found
+
+
+def quantize_layer(layer: Any, recipe: str) -> None:
+    """Quantize the weight of a linear layer in place.
+
+    Args:
+        layer: The layer.
+        recipe: Megatron's name of the recipe.
+    """
+    weight, quantize = layer.weight, quantizer(recipe)
+    with torch.no_grad():
+        quantized = torch.nn.Parameter(quantize(weight.detach()), requires_grad=True)
+    for attribute, value in weight.__dict__.items():
+        setattr(quantized, attribute, value)
+    # Not the copy that it has made: amax and scale are those that the layer updates.
+    quantized._quantizer = quantize
+    _keep_first_value(quantized, weight.detach().cpu())
+    layer.weight = quantized
 
 
 def _keep_first_value(parameter: Any, value: torch.Tensor) -> None:

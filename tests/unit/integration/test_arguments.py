@@ -223,7 +223,9 @@ FP8 = ("--fp8-format", "e4m3", "--fp8-param-gather", "--fp8-recipe", "blockwise"
         ("--no-load-optim", True),
         ("--finetune", True),
         ("--pretrained-checkpoint x", True),
-        ("--no-load-optim --load-main-params-from-ckpt", False),
+        ("--no-load-optim --load-main-params-from-ckpt", True),
+        ("--no-load-optim --load-main-params-from-ckpt --no-stream-ckpt-dequant", False),
+        ("--no-load-optim --load-main-params-from-ckpt --fp8-recipe tensorwise", False),
         ("", False),
     ],
 )
