@@ -1,1 +1,1 @@
-"""Optimizers side by side, from a checkout: ``python -m benchmarks``."""
+"""Compares optimizers, from a checkout: ``python -m benchmarks``."""

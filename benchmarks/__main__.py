@@ -1,11 +1,11 @@
-"""AdamW, megatron-core's muon, dmuon and Orth-Dion side by side: time, bytes, FLOPs, memory, error.
+"""Compares AdamW, megatron-core's muon, dmuon and Orth-Dion: time, bytes, FLOPs, memory, error.
 
     make benchmark    (or: .venv/bin/python -m benchmarks [--quick] [--out FOLDER] [--device cuda])
 
-Real megatron-core on four ranks of this machine, as TP4 and as TP2 x DP2, fp32, one thread a rank.
-Within a layout every optimizer has a copy of the same model in the same processes, gets the same
-gradients before every step, and takes its turn in every round. Writes benchmark.md, benchmark.json
-and benchmark.png.
+Real megatron-core on four ranks of this machine, at TP4 and at TP2 x DP2, fp32, one thread per
+rank. Within a layout all optimizers have a copy of the same model in the same processes, receive
+the same gradients before every step, and alternate in every round. Writes benchmark.md,
+benchmark.json and benchmark.png.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-# Before torch starts its thread pools: they neither survive a fork nor help several ranks a core.
+# Before torch starts its thread pools, which do not survive a fork and slow down ranks per core.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 
@@ -36,7 +36,7 @@ LIMIT_S = 900.0
 
 
 def main() -> int:
-    """Measure, print, write."""
+    """Measure, print and write the results."""
     found_devices = torch.cuda.device_count()
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
@@ -49,12 +49,12 @@ def main() -> int:
         "--device",
         choices=("cpu", "cuda"),
         default="cuda" if found_devices >= RANKS else "cpu",
-        help="cuda needs four devices",
+        help="cuda requires four devices",
     )
     options = parser.parse_args()
     if options.device == "cuda" and found_devices < RANKS:
-        parser.error(f"--device cuda needs {RANKS} devices, found {found_devices}")
-    # What has to come before anything imports Megatron, which the ranks then have as forks.
+        parser.error(f"--device cuda requires {RANKS} devices, found {found_devices}")
+    # Before the first import of Megatron, which the forked ranks inherit.
     torch.set_num_threads(1)
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -92,7 +92,7 @@ def _measure(kind: str, *, quick: bool) -> dict[str, Any]:
     layers = 2 if quick else 4
     narrow = replace(llama, layers=layers, hidden=256, ffn=1024, heads=8, sequence=512)
     micro_batches = 4 if quick else 32
-    # In a fork as well: a process that has used CUDA itself cannot fork ranks that use it.
+    # In a fork as well: a process that has used CUDA cannot fork ranks that use it.
     found: dict[str, Any] = on_ranks(1, _measure_alone, rounds)
     found["balance"] = balance_table((8, 32) if quick else (8, 32, 128))
     found["steps"], found["owners"] = {}, {}

@@ -1,4 +1,4 @@
-"""How evenly the matrices of known models fall on their owners; modelled, nothing is run."""
+"""Models the load balance of owners for the matrices of known models; nothing is run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from megatron_muon.placement.splitting import choose_ranks
 CUDA = torch.device("cuda")
 TP = 8
 RANKS_PER_NODE = 8
-MOST_RANKS = 16
+MAX_RANKS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class Shapes:
     Attributes:
         name: Name of the model.
         layers: Transformer layers.
-        pp: Pipeline stages that they are cut into.
+        pp: Number of pipeline stages.
         dense: (count per layer, m, n) of dense weights.
-        experts: (count per layer, m, n) of experts' weights, on all expert-parallel ranks together.
+        experts: (count per layer, m, n) of experts' weights, on all expert-parallel ranks.
         ep: Expert-parallel size, with expert-TP 1.
     """
 
@@ -103,11 +103,11 @@ class BalanceRow:
         name: Model and part.
         owners: Ranks of the exchange group.
         matrices: Matrices of the stage.
-        whole: max/mean modelled time with one owner a matrix.
+        whole: max/mean modelled time with one owner per matrix.
         reached: max/mean modelled time.
-        bound: What no placement can beat (``placement.bounds``), over the mean.
-        shared: Matrices that several ranks share.
-        faster: Modelled time of the busiest rank with one owner a matrix, over that reached.
+        bound: Lower bound for any placement (``placement.bounds``) over the mean.
+        shared: Number of split matrices.
+        faster: Modelled speed-up of the busiest rank over one owner per matrix.
     """
 
     name: str
@@ -121,7 +121,7 @@ class BalanceRow:
 
 
 def balance_table(data_parallel: tuple[int, ...] = (8, 16, 32, 64, 128)) -> list[BalanceRow]:
-    """Every model at TP8 and every data-parallel size, bf16, five quintic steps."""
+    """Return rows for all models at TP8 and all data-parallel sizes, bf16, five quintic steps."""
     rows = []
     for model in MODELS:
         per_stage = -(-model.layers // model.pp)
@@ -134,8 +134,8 @@ def balance_table(data_parallel: tuple[int, ...] = (8, 16, 32, 64, 128)) -> list
     return rows
 
 
-def modelled_splitting(most_ranks: int = MOST_RANKS) -> Splitting:
-    """How matrices are shared, in bf16 on a GPU, five quintic steps."""
+def modelled_splitting(max_ranks: int = MAX_RANKS) -> Splitting:
+    """Return how matrices are split, in bf16 on a GPU, for five quintic steps."""
     schedule = coefficient_schedule("quintic", 5)
 
     def flops(m: int, n: int, ranks: int, number: int) -> int:
@@ -146,7 +146,7 @@ def modelled_splitting(most_ranks: int = MOST_RANKS) -> Splitting:
         return panel_flops(short, last - first, end - start, segments, CUDA)
 
     return Splitting(
-        most_ranks=most_ranks,
+        most_ranks=max_ranks,
         flops=flops,
         requests=lambda m, n, team: panel_requests(
             cheapest_segments(m, n, schedule, torch.bfloat16, CUDA), team
@@ -200,7 +200,7 @@ def _row(
 def _loads(
     candidates: list[Candidate], owners: int, splitting: Splitting | None
 ) -> tuple[list[int], int, int]:
-    """Loads of all ranks, what no placement can beat, number of shared matrices."""
+    """Return the loads of all ranks, the lower bound, and the number of split matrices."""
     per_node = min(owners, RANKS_PER_NODE)
     chosen = choose_ranks(
         candidates,
@@ -222,17 +222,17 @@ def _loads(
 
 
 def balance_lines(rows: Sequence[BalanceRow]) -> list[str]:
-    """Modelled balance beside the best possible, and beside one owner a matrix."""
+    """Return a table of modelled balance, its lower bound, and that of one owner per matrix."""
     return table(
         [
             "model at TP8",
             "owners",
             "matrices",
-            "of them shared",
+            "split",
             "max/mean, one owner each",
-            "max/mean reached",
-            "best possible",
-            "busiest rank, × faster",
+            "max/mean, achieved",
+            "lower bound",
+            "speed-up of busiest rank",
         ],
         [
             [

@@ -1,4 +1,4 @@
-"""Optimizers that are compared: AdamW, ours, and megatron-core's own muon in its three modes."""
+"""The compared optimizers: AdamW, ours, and megatron-core's own muon in its three modes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LR, WEIGHT_DECAY, MOMENTUM, STEPS, SCALE_MODE = 1e-2, 0.1, 0.9, 5, "spectral"
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One optimizer; AdamW where neither ``matrix`` nor ``upstream_mode`` is set.
+    """One optimizer; AdamW if neither ``matrix`` nor ``upstream_mode`` is set.
 
     Attributes:
         key: Name in the JSON file.
@@ -34,11 +34,11 @@ class Contender:
 
     @property
     def is_muon(self) -> bool:
-        """Whether matrices are updated by Muon's rule."""
+        """True if matrices are updated by Muon's rule."""
         return bool(self.upstream_mode or (self.matrix and self.matrix.optimizer == "dmuon"))
 
     def build(self, size: ModelSize, device: torch.device) -> tuple[Any, Any]:
-        """Wrapped model, always with the same weights, and optimizer."""
+        """Build the optimizer and the wrapped model, always with the same weights."""
         torch.manual_seed(1)
         model = build_model(size, use_cpu_initialization=True).to(device)
         if self.upstream_mode:
@@ -48,7 +48,7 @@ class Contender:
 
 
 def contenders() -> list[Contender]:
-    """AdamW first."""
+    """Return all optimizers, AdamW first."""
     dmuon = MatrixConfig(
         momentum=MOMENTUM, num_ns_steps=STEPS, scale_mode=SCALE_MODE, compute_dtype="fp32"
     )
@@ -73,7 +73,7 @@ def contenders() -> list[Contender]:
 
 
 def _build_upstream(model: Any, tp_mode: str) -> tuple[Any, Any]:
-    """As ``--optimizer muon --use-distributed-optimizer`` does: layer-wise over data parallel."""
+    """Build as ``--optimizer muon --use-distributed-optimizer``: layer-wise over data parallel."""
     chunks = wrap_model_chunks_with_ddp(
         [model],
         model.config,

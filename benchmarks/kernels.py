@@ -1,4 +1,4 @@
-"""Time and error of the orthogonalization alone, beside other libraries', on one process."""
+"""Compares time and error of the orthogonalization with other libraries, in one process."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ STEPS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class KernelRow:
-    """One way to orthogonalize one batch.
+    """One implementation on one batch.
 
     Attributes:
-        name: Whose.
+        name: The implementation.
         batch: (B, m, n).
         milliseconds: Median.
-        gflop: Counted; None where the way is not ours.
-        gemm_share: Rate over that of a large product, None as above.
+        gflop: Counted; None for other libraries.
+        gemm_share: Rate relative to a large product; None for other libraries.
         error: Relative distance from the polynomial on the singular values, in float64.
     """
 
@@ -49,7 +49,7 @@ class KernelRow:
 
 
 def polynomial_of(matrix: torch.Tensor, coefficients: str, steps: int) -> torch.Tensor:
-    """U p(σ / ‖·‖) Vᵀ of a matrix or batch, in float64."""
+    """Return U p(σ / ‖·‖) Vᵀ of a matrix or batch, in float64."""
     factors: tuple[torch.Tensor, ...] = torch.linalg.svd(matrix.double(), full_matrices=False)
     u, sigma, vt = factors
     sigma = sigma / sigma.norm(dim=-1, keepdim=True)
@@ -60,7 +60,7 @@ def polynomial_of(matrix: torch.Tensor, coefficients: str, steps: int) -> torch.
 
 
 def gemm_rate(device: torch.device, rounds: int) -> float:
-    """GFLOP per second of a product of 2048 x 2048 in fp32."""
+    """Return the GFLOP/s of a 2048 x 2048 product in fp32."""
     a = torch.randn(2048, 2048, device=device)
     out = torch.empty_like(a)
     with full_precision_matmul():
@@ -68,7 +68,7 @@ def gemm_rate(device: torch.device, rounds: int) -> float:
 
 
 def kernel_table(device: torch.device, rounds: int) -> list[KernelRow]:
-    """Every way, batch by batch, in fp32; torch's own Muon computes in bf16."""
+    """Measure all implementations in fp32; torch's own Muon computes in bf16."""
     schedule = coefficient_schedule("quintic", STEPS)
     rows = []
     for shape in BATCHES:
@@ -112,7 +112,7 @@ def _ours(
 
 
 def _others(x: torch.Tensor, exact: torch.Tensor, rounds: int) -> list[KernelRow]:
-    """Emerging-Optimizers on the batch, torch.optim.Muon matrix by matrix."""
+    """Return Emerging-Optimizers, by batch, and torch.optim.Muon, by matrix."""
     found: list[tuple[str, Callable[[], torch.Tensor], torch.Tensor]] = []
     try:
         from emerging_optimizers.orthogonalized_optimizers import muon_utils
@@ -129,7 +129,7 @@ def _others(x: torch.Tensor, exact: torch.Tensor, rounds: int) -> list[KernelRow
         pass
     muon: Any = getattr(torch.optim, "_muon", None)
     if muon is not None:
-        # Its coefficients are Jordan's, three numbers for all steps.
+        # It uses Jordan's coefficients, the same triple in all steps.
         jordan = (3.4445, -4.7750, 2.0315)
 
         def torchs() -> torch.Tensor:
@@ -176,7 +176,7 @@ SPECTRA = ("normal", "i^-1/2", "i^-3/2")
 
 
 def error_table() -> list[ErrorRow]:
-    """Every coefficient set in every form, on 192 x 512 matrices of three spectra."""
+    """Measure all coefficient sets in all forms, on 192 x 512 matrices of three spectra."""
     matrices = [_with_spectrum(kind) for kind in SPECTRA]
     rows = []
     for name, found in COEFFICIENT_SETS.items():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table."""
+    """Return the lines of a table."""
     return [
         f"| {' | '.join(header)} |",
         f"|{'---|' * len(header)}",

@@ -1,4 +1,4 @@
-"""A small Llama-shaped GPT of real megatron-core, wrapped and trained as Megatron does it."""
+"""A small Llama-shaped GPT of real megatron-core, wrapped and trained as in Megatron."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ModelSize:
 
 
 def build_model(size: ModelSize, **config: Any) -> Any:
-    """This rank's part of the model in fp32, on the CPU: Megatron's local layers.
+    """Build this rank's part of the model in fp32, on the CPU, from Megatron's local layers.
 
     Args:
         size: Its sizes.
@@ -66,7 +66,7 @@ def build_model(size: ModelSize, **config: Any) -> Any:
 
 
 def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean loss of a batch of tokens (b, s + 1)."""
+    """Return the mean loss of a batch of tokens (b, s + 1)."""
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
     loss: torch.Tensor = model(inputs, positions, None, labels=labels).mean()
@@ -74,7 +74,7 @@ def loss_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def backward(model: Any, *batches: torch.Tensor) -> torch.Tensor:
-    """Loss of the last micro-batch, with the gradients of all in the buffers, not reduced yet."""
+    """Accumulate unreduced gradients of all micro-batches; return the loss of the last one."""
     model.zero_grad_buffer()
     with model.no_sync():
         for tokens in batches[:-1]:
@@ -85,7 +85,7 @@ def backward(model: Any, *batches: torch.Tensor) -> torch.Tensor:
 
 
 def wrap(model: Any) -> Any:
-    """The model in Megatron's DDP, for the distributed optimizer."""
+    """Wrap the model in Megatron's DDP, for the distributed optimizer."""
     return DistributedDataParallel(
         model.config,
         DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
@@ -94,7 +94,7 @@ def wrap(model: Any) -> Any:
 
 
 def optimizer_config(**fields: Any) -> OptimizerConfig:
-    """Settings of Adam in fp32 with the distributed optimizer; ``fields`` change or add to them."""
+    """Return settings of Adam in fp32 with the distributed optimizer, updated by ``fields``."""
     defaults = {
         "optimizer": "adam",
         "weight_decay": 0.1,
@@ -106,7 +106,7 @@ def optimizer_config(**fields: Any) -> OptimizerConfig:
 
 
 def make_optimizer(model: Any, matrix: MatrixConfig | None, **fields: Any) -> Any:
-    """The optimizer of a wrapped model: AdamW where ``matrix`` is None, else a matrix optimizer."""
+    """Build AdamW or, with ``matrix``, a matrix optimizer for a wrapped model."""
     if matrix is None:
         return get_megatron_optimizer(optimizer_config(**fields), [model])
     # The start-up table is for users.

@@ -1,4 +1,4 @@
-"""How long each owner computes, measured, beside what the plan expects of it."""
+"""Measures the compute time of each owner, for comparison with the plan."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class OwnerTimes:
     """Owners of one layout.
 
     Attributes:
-        milliseconds: Measured for the matrices of each rank, one rank after another.
-        costs: What the plan expects of each, in operations.
+        milliseconds: Measured for the matrices of each rank, one rank at a time.
+        costs: Planned cost of each, in FLOPs.
     """
 
     milliseconds: tuple[float, ...]
@@ -28,17 +28,17 @@ class OwnerTimes:
 
     @property
     def measured(self) -> float:
-        """Slowest owner over the mean."""
+        """Measured slowest owner over the mean."""
         return max(self.milliseconds) * len(self.milliseconds) / sum(self.milliseconds)
 
     @property
     def planned(self) -> float:
-        """The same of the plan."""
+        """Planned slowest owner over the mean."""
         return max(self.costs) * len(self.costs) / sum(self.costs)
 
 
 def measure_owners(plan: Plan, rank: int, device: torch.device, rounds: int) -> OwnerTimes:
-    """Orthogonalize the matrices of each rank in turn: all at once they would share the cores."""
+    """Time the matrices of each rank, one rank at a time, as ranks share the cores."""
     mine = 0.0
     for turn in range(plan.group.size):
         dist.barrier()

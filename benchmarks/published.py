@@ -1,4 +1,4 @@
-"""What others have published beside what a dry run predicts: ``python -m benchmarks.published``.
+"""Compares published numbers with predictions of dry runs: ``python -m benchmarks.published``.
 
 Prints the table of ``docs/planning.md``. What a publication does not say (layout, batch) is assumed
 here, in the command; nothing is fitted to the published numbers.
@@ -57,15 +57,15 @@ class Published:
     """One published number.
 
     Attributes:
-        what: Its source and what it measures.
+        what: Its source and quantity.
         value: The number.
-        unit: ``ms`` of the optimizer, or ``%`` of throughput against AdamW.
-        optimizer: Key of the prediction that it is compared with.
+        unit: ``ms`` of the optimizer, or ``%`` of throughput relative to AdamW.
+        optimizer: Key of the compared prediction.
         gpu: Device.
-        ranks: (number of GPUs, linked by NVLink).
+        ranks: (number of GPUs, number linked by NVLink).
         batch: Sequences of a global batch, assumed.
         command: Model and layout.
-        rates: Numbers in place of the device's.
+        rates: Overrides of the device's rates.
     """
 
     what: str
@@ -148,7 +148,7 @@ PUBLISHED = (
 
 
 def predicted(one: Published) -> float:
-    """What a dry run says to a published number, in its unit."""
+    """Return the prediction of a published number by a dry run, in its unit."""
     with tempfile.TemporaryDirectory() as folder:
         rates, report = Path(folder, "rates.json"), Path(folder, "report.json")
         rates.write_text(json.dumps(one.rates), encoding="utf-8")

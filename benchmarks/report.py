@@ -20,7 +20,7 @@ from benchmarks.steps import Measurement
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Return a description of the machine."""
     model = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -48,18 +48,18 @@ def _spread(m: Measurement) -> str:
 
 
 def optimizer_table(results: Mapping[str, Measurement]) -> list[str]:
-    """Time, FLOPs, bytes and memory of optimizer steps."""
+    """Return a table of time, FLOPs, bytes and memory of optimizer steps."""
     adamw, dmuon = results["adamw"], results["dmuon"]
     return table(
         [
             "optimizer",
             "step, s",
             "× dmuon",
-            "GFLOP a rank",
-            "MB sent a rank",
+            "GFLOP per rank",
+            "MB sent per rank",
             "optimizer state, MB (× AdamW)",
             "exchange buffers, MB",
-            "first update off by",
+            "error of first update",
         ],
         [
             [
@@ -78,7 +78,7 @@ def optimizer_table(results: Mapping[str, Measurement]) -> list[str]:
 
 
 def training_table(results: Mapping[str, Measurement]) -> list[str]:
-    """Time of whole steps."""
+    """Return a table of times of whole steps."""
     adamw = results["adamw"]
     return table(
         ["optimizer", "whole step, s", "× AdamW"],
@@ -87,14 +87,22 @@ def training_table(results: Mapping[str, Measurement]) -> list[str]:
 
 
 def kernels_table(rows: Sequence[KernelRow]) -> list[str]:
-    """Orthogonalization alone."""
+    """Return a table of the orthogonalization alone."""
 
     def against(row: KernelRow) -> str:
         ours = next(r for r in rows if r.batch == row.batch and r.name == "ours")
         return f"{row.milliseconds / ours.milliseconds:.2f}"
 
     return table(
-        ["batch", "whose", "ms", "× ours", "GFLOP", "rate over a large product's", "error"],
+        [
+            "batch",
+            "implementation",
+            "ms",
+            "× ours",
+            "GFLOP",
+            "rate relative to a large product",
+            "error",
+        ],
         [
             [
                 f"{row.batch[0]} of {row.batch[1]}×{row.batch[2]}",
@@ -111,7 +119,7 @@ def kernels_table(rows: Sequence[KernelRow]) -> list[str]:
 
 
 def errors_table(rows: Sequence[ErrorRow]) -> list[str]:
-    """Error of every form and coefficient set."""
+    """Return a table of errors of every form and coefficient set."""
     return table(
         [
             "coefficients",
@@ -132,7 +140,7 @@ def errors_table(rows: Sequence[ErrorRow]) -> list[str]:
 
 
 def plot(layouts: Mapping[str, Mapping[str, Measurement]], path: Path) -> None:
-    """Bars of the optimizer steps."""
+    """Plot the optimizer steps as bars."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -160,15 +168,15 @@ def plot(layouts: Mapping[str, Mapping[str, Measurement]], path: Path) -> None:
 
 
 def page(found: Mapping[str, Any], device: str, ranks: int, seconds: float) -> str:
-    """Everything that was measured, in Markdown."""
+    """Return all measurements in Markdown."""
     about, steps, training = found["about"], found["sizes"]["steps"], found["sizes"]["training"]
-    where = "one thread a rank, gloo" if device == "cpu" else "NCCL"
+    where = "one thread per rank, gloo" if device == "cpu" else "NCCL"
     lines = [
         (
             f"{about['device']}, {about['cores']} cores (load {about['load_at_start']} at the "
             f"start), {where}; torch {about['torch']}, megatron-core {about['megatron-core']}, "
             f"emerging-optimizers {about['emerging-optimizers']}. Everything in fp32; "
-            f"{seconds:.0f} s in all."
+            f"{seconds:.0f} s in total."
         ),
         "",
         (
@@ -182,16 +190,16 @@ def page(found: Mapping[str, Any], device: str, ranks: int, seconds: float) -> s
         lines += [
             *("", f"*{name}*", "", *optimizer_table(results), ""),
             (
-                f"Owners of dmuon's matrices, one after another: "
+                f"Owners of dmuon's matrices, run sequentially: "
                 f"{', '.join(f'{ms:.0f}' for ms in owners.milliseconds)} ms, max/mean "
-                f"{owners.measured:.3f}; planned by operations {owners.planned:.3f}."
+                f"{owners.measured:.3f}; planned by FLOPs {owners.planned:.3f}."
             ),
         ]
     lines += [
         "",
         (
             f"**Whole training step**, TP2·DP2, {training['layers']} layers, h = "
-            f"{training['hidden']}, {found['tokens']:,} tokens a step:"
+            f"{training['hidden']}, {found['tokens']:,} tokens per step:"
         ),
         "",
         *training_table(found["training"]),

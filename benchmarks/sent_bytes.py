@@ -1,4 +1,4 @@
-"""Bytes that a rank sends, counted in the methods of ProcessGroup, below every collective."""
+"""Counts the bytes that a rank sends in the methods of ProcessGroup, below every collective."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ REFUSED = (
 
 
 @contextlib.contextmanager
-def counting_sent_bytes() -> Iterator[list[float]]:
-    """Yields a list that gets the bytes of each collective called inside the with-block.
+def count_sent_bytes() -> Iterator[list[float]]:
+    """Yield a list that collects the bytes of each collective called inside the block.
 
-    As a ring or a pairwise exchange sends it; a rank's own piece is not counted.
+    Counted as for a ring or a pairwise exchange, without a rank's own piece.
     """
     sent: list[float] = []
     with contextlib.ExitStack() as patches:
@@ -82,7 +82,7 @@ def _sent(name: str, group: Any, args: tuple[Any, ...]) -> float:
             rows: int = data.shape[0]
             own: int = splits[group.rank()] if splits else rows // size
             return _bytes(data) * (rows - own) / max(rows, 1)
-    raise NotImplementedError(f"counting_sent_bytes does not know what {name} sends.")
+    raise NotImplementedError(f"count_sent_bytes does not support {name}.")
 
 
 def _bytes(value: Any) -> int:

@@ -1,4 +1,4 @@
-"""Time, bytes, FLOPs and memory of an optimizer's step, and of a whole training step."""
+"""Measures time, bytes, FLOPs and memory of optimizer steps and whole training steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from benchmarks.contenders import (
 from benchmarks.kernels import polynomial_of
 from benchmarks.models import ModelSize, backward
 from benchmarks.owner_times import OwnerTimes, measure_owners
-from benchmarks.sent_bytes import counting_sent_bytes
+from benchmarks.sent_bytes import count_sent_bytes
 from megatron_muon.benchmark import clock
 from megatron_muon.integration.distributed_optimizer import MatrixDistributedOptimizer
 from megatron_muon.linalg import update_scale
@@ -40,15 +40,15 @@ CHECKED = (
 
 @dataclass(kw_only=True)
 class Measurement:
-    """What one optimizer did, on the slowest or busiest rank.
+    """Measurements of one optimizer, of the slowest or busiest rank.
 
     Attributes:
         label: Name in tables.
-        seconds: Of every measured step.
-        gflop: Matrix products of one step, of the busiest rank.
-        sent_mb: Bytes that one rank sends in one optimizer step, the most, in MB.
-        state_mb: Optimizer state of the rank with the most, in MB.
-        exchange_mb: Buffers of the exchange on the rank with the most, in MB.
+        seconds: Times of all measured steps.
+        gflop: Matrix products of one step, maximum over ranks.
+        sent_mb: MB sent by a rank in one optimizer step, maximum over ranks.
+        state_mb: MB of optimizer state, maximum over ranks.
+        exchange_mb: MB of exchange buffers, maximum over ranks.
         update_error: Relative error of the first update against float64, None for other rules.
     """
 
@@ -76,17 +76,17 @@ class _Entrant:
         self.model, self.optimizer = contender.build(size, device)
 
     def fill(self, gradients: dict[str, torch.Tensor]) -> None:
-        """The same gradients as for every other."""
+        """Set the gradients, the same for all optimizers."""
         for name, parameter in self.model.module.named_parameters():
             parameter.main_grad.copy_(gradients[name])
 
     def step(self) -> None:
-        """One optimizer step."""
+        """Run one optimizer step."""
         succeeded, _, _ = self.optimizer.step()
         assert succeeded
 
     def slowest(self, value: float) -> float:
-        """The largest value of all ranks."""
+        """Return the maximum over all ranks."""
         found = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(found, dist.ReduceOp.MAX)
         return float(found)
@@ -99,10 +99,10 @@ class _Entrant:
         self.result.seconds.append(self.slowest(clock(self.device) - start))
 
     def count(self, gradients: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-        """The first step: everything but time."""
+        """Run the first step and measure everything but time."""
         before, result = _whole(self.model, "data"), self.result
         self.fill(gradients)
-        with FlopCounterMode(display=False) as flops, counting_sent_bytes() as sent:
+        with FlopCounterMode(display=False) as flops, count_sent_bytes() as sent:
             self.step()
         updates = matrix_updates(self.optimizer)
         buffers = sum(update.counters.peak_buffer_bytes for update in updates)
@@ -113,12 +113,12 @@ class _Entrant:
         if self.contender.is_muon:
             after = _whole(self.model, "data")
             errors = [_direction_error(after[n], before[n], expected[n]) for n in CHECKED]
-            # Unlike ``max``, keeps NaN.
+            # Unlike ``max``, propagates NaN.
             result.update_error = float(torch.tensor(errors).max())
 
 
 def matrix_updates(optimizer: Any) -> list[Any]:
-    """The ``MatrixUpdate`` of every domain of an optimizer; none for others."""
+    """Return the ``MatrixUpdate`` of every domain of an optimizer; empty for other optimizers."""
     return [
         child.exchange
         for child in optimizer.chained_optimizers
@@ -127,9 +127,9 @@ def matrix_updates(optimizer: Any) -> list[Any]:
 
 
 def state_bytes(optimizer: Any) -> int:
-    """Bytes of this rank's optimizer state: moments, momenta, factors; masters are not counted.
+    """Return the bytes of this rank's optimizer state: moments, momenta, factors.
 
-    In fp32 the master weights are the parameters themselves.
+    Masters are not counted: in fp32 they are the parameters themselves.
     """
     found: int = sum(
         value.nbytes
@@ -144,7 +144,7 @@ def state_bytes(optimizer: Any) -> int:
 
 
 def _join(rank: int, kind: str, tp: int) -> torch.device:
-    """The device of this rank, which has joined its process groups."""
+    """Join the process groups and return the device of this rank."""
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
@@ -154,16 +154,16 @@ def _join(rank: int, kind: str, tp: int) -> torch.device:
 
 
 def _tokens(batch: int, size: ModelSize, device: torch.device, seed: int) -> torch.Tensor:
-    """A batch of random tokens (b, s + 1), the same on all ranks."""
+    """Return a batch of random tokens (b, s + 1), the same on all ranks."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(size.vocab, (batch, size.sequence + 1), generator=generator)
     return drawn.to(device)
 
 
 def gradients_of(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """This rank's gradients by name; all data-parallel ranks, given the same tokens, have the same.
+    """Return this rank's gradients by name; with the same tokens all DP ranks have the same ones.
 
-    Not reduced: that would rescale a rank's shard and leave the rest of its buffers as it was.
+    They are not reduced, which would rescale only a rank's shard of the buffers.
     """
     backward(model, tokens)
     return {n: p.main_grad.clone() for n, p in model.module.named_parameters()}
@@ -172,12 +172,12 @@ def gradients_of(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
 def measure_optimizer_steps(
     rank: int, kind: str, tp: int, size: ModelSize, rounds: int
 ) -> tuple[dict[str, Measurement], OwnerTimes]:
-    """Every optimizer in turn, round by round, with the same gradients; then dmuon's owners."""
+    """Measure all optimizers, alternating, with the same gradients; then dmuon's owners."""
     device = _join(rank, kind, tp)
     entrants = [_Entrant(contender, size, device) for contender in contenders()]
     source = entrants[0].model
     gradients = gradients_of(source, _tokens(4, size, device, 0))
-    # p(σ) of the whole gradients, on their singular values: the first direction.
+    # The first direction is U p(σ) Vᵀ of the whole gradients.
     expected = {
         name: polynomial_of(gradient * (1.0 - MOMENTUM), "quintic", STEPS)
         for name, gradient in _whole(source, "main_grad").items()
@@ -195,7 +195,7 @@ def measure_optimizer_steps(
 
 
 def _whole(model: Any, value: str) -> dict[str, torch.Tensor]:
-    """The checked weights' ``data`` or ``main_grad``, of all tensor-parallel ranks, in float64."""
+    """Gather the checked weights' ``data`` or ``main_grad`` over TP, in float64."""
     group = parallel_state.get_tensor_model_parallel_group()
     named, found = dict(model.module.named_parameters()), {}
     for name in CHECKED:
@@ -207,7 +207,7 @@ def _whole(model: Any, value: str) -> dict[str, torch.Tensor]:
 
 
 def _direction_error(after: torch.Tensor, before: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative error of an update, learning rate, scale and weight decay taken out."""
+    """Return the relative error of an update without learning rate, scale and weight decay."""
     direction = (before - after - LR * WEIGHT_DECAY * before) / LR
     scaled = expected * update_scale(SCALE_MODE, *expected.shape)
     return float((direction - scaled).norm() / scaled.norm())
@@ -216,7 +216,7 @@ def _direction_error(after: torch.Tensor, before: torch.Tensor, expected: torch.
 def measure_training_steps(
     rank: int, kind: str, tp: int, size: ModelSize, rounds: int, micro_batches: int
 ) -> dict[str, Measurement]:
-    """Whole steps: forward and backward of every micro-batch, one reduction, optimizer."""
+    """Measure whole steps: forward and backward of all micro-batches, reduction, optimizer."""
     device = _join(rank, kind, tp)
     keys = ("adamw", "dmuon", "orth_dion_4")
     entrants = [_Entrant(c, size, device) for c in contenders() if c.key in keys]
