@@ -54,7 +54,9 @@ def fp8_pretrain(rank: int, *args: Any) -> tuple[list[float], dict[str, Any]]:
         losses, optimizer = pretrain_with_our_hooks(rank, *args)
     chunks = list(optimizer.model_chunks)
     held = masters(chunks, optimizer)
-    assert not (wrong := wrong_codes(chunks, held)), wrong
+    # After a load Megatron's Adam has the weights of the model part until its first step.
+    if type(optimizer).__name__ == "MatrixChainedOptimizer":
+        assert not (wrong := wrong_codes(chunks, held)), wrong
     assert not (unequal := unequal_replicas(chunks)), unequal
     found = [weight for _, _, weight in weights_of(chunks)]
     return losses, {
