@@ -129,12 +129,17 @@ def delayed_scales(model: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 def update_delayed_scales(model: Any) -> None:
     """What Transformer Engine does at the end of a forward (``fused_amax_and_scale_update``)."""
     for _, weight in quantized(model):
-        history = getattr(weight._quantizer, "history", None)
-        if history is None:
-            continue
-        amax = history.amax(0)
-        scale = LARGEST[DType.kFloat8E4M3] / amax
-        usable = (amax > 0) & amax.isfinite()
-        weight._quantizer.scale.copy_(torch.where(usable, scale, weight._quantizer.scale))
-        history.copy_(history.roll(-1, 0))
-        history[0].zero_()
+        update_delayed_scale(weight._quantizer)
+
+
+def update_delayed_scale(quantizer: Any) -> None:
+    """The same for one quantizer; nothing where its recipe has no history."""
+    history = getattr(quantizer, "history", None)
+    if history is None:
+        return
+    amax = history.amax(0)
+    scale = LARGEST[DType.kFloat8E4M3] / amax
+    usable = (amax > 0) & amax.isfinite()
+    quantizer.scale.copy_(torch.where(usable, scale, quantizer.scale))
+    history.copy_(history.roll(-1, 0))
+    history[0].zero_()
