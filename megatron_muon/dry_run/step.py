@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -104,7 +103,7 @@ def count_step(plan: Plan, rule: MatrixRule, rank: int, device: torch.device) ->
         device=device,
         small_side_first=small_side_first(device),
     )
-    ranges = _ranges(plan, rank, device)
+    ranges = _ranges(plan, rank, device, rule.momentum_dtype)
     state = rule.first_state(plan, rank, device)
     held = [t for r in ranges if r is not None for t in (r.master, r.momentum, r.grad)]
     counter = OperationCounter([*held, *state.values()])
@@ -128,16 +127,17 @@ def count_step(plan: Plan, rule: MatrixRule, rank: int, device: torch.device) ->
     )
 
 
-def _ranges(plan: Plan, rank: int, device: torch.device) -> list[MatrixRange | None]:
+def _ranges(
+    plan: Plan, rank: int, device: torch.device, momentum_dtype: torch.dtype
+) -> list[MatrixRange | None]:
     dp_rank = rank // plan.group.tp
     found: list[MatrixRange | None] = []
     for parameter in plan.parameters:
         start, stop = parameter.ranges[dp_rank]
-        values: Any = [torch.empty(stop - start, device=device) for _ in range(3)]
+        master, grad = (torch.empty(stop - start, device=device) for _ in range(2))
+        momentum = torch.empty(stop - start, device=device, dtype=momentum_dtype)
         found.append(
-            MatrixRange(
-                master=values[0], momentum=values[1], grad=values[2], lr=1e-3, weight_decay=0.1
-            )
+            MatrixRange(master=master, momentum=momentum, grad=grad, lr=1e-3, weight_decay=0.1)
             if stop > start
             else None
         )

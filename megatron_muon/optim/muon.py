@@ -29,9 +29,20 @@ from megatron_muon.exchange import (
     serve,
     take_panel,
 )
-from megatron_muon.linalg import PanelWork, Workspace, orthogonalize_, orthogonalize_panel_
-from megatron_muon.optim.muon_memory import MOST_ELEMENTS_AHEAD, is_in_place, matrices_at_once
-from megatron_muon.optim.rule import MOST_CONVERTED, MatrixRange, add_all, decay_weights, range_of
+from megatron_muon.linalg import (
+    MemoryPool,
+    PanelWork,
+    Workspace,
+    orthogonalize_,
+    orthogonalize_panel_,
+)
+from megatron_muon.optim.muon_memory import (
+    MOST_ELEMENTS_AHEAD,
+    is_in_place,
+    matrices_at_once,
+    widened_at_once,
+)
+from megatron_muon.optim.rule import MatrixRange, add_all, decay_weights, range_of
 from megatron_muon.placement import Panels
 from megatron_muon.placement.program import FlatPiece
 from megatron_muon.placement.schemes import SOURCE, UPDATE
@@ -43,14 +54,20 @@ if TYPE_CHECKING:
 @torch.no_grad()
 def muon_step(rule: MuonRule, ranges: Sequence[MatrixRange | None], exchange: Exchange) -> None:
     """One step on this rank's flat ranges; see ``MatrixRule.step``."""
-    owned = [r for r in ranges if r is not None]
-    if owned:
-        _update_momenta(rule, owned)
-        decay_weights(owned)
-    exchange.run(_Step(rule, ranges, exchange).wave)
+
+    def before(mail: Mailbox) -> Iterator[None]:
+        owned = [r for r in ranges if r is not None]
+        if owned:
+            _update_momenta(rule, owned, mail.memory, most_bytes=max(exchange.plan.peak_bytes))
+            decay_weights(owned)
+        yield
+
+    exchange.run(_Step(rule, ranges, exchange).wave, before)
 
 
-def _update_momenta(rule: MuonRule, ranges: Sequence[MatrixRange]) -> None:
+def _update_momenta(
+    rule: MuonRule, ranges: Sequence[MatrixRange], memory: MemoryPool, *, most_bytes: int
+) -> None:
     """M ← β M + (1 − β) G; where M is kept in 16 bits, summed in fp32 and rounded to nearest.
 
     1 − β is far above half a unit in the last place, so that nothing stalls.
@@ -59,23 +76,17 @@ def _update_momenta(rule: MuonRule, ranges: Sequence[MatrixRange]) -> None:
     if all(r.momentum.dtype == r.grad.dtype for r in ranges):
         torch._foreach_lerp_([r.momentum for r in ranges], [r.grad for r in ranges], weight)
         return
-    cut = [[torch.split(t, MOST_CONVERTED) for t in (r.momentum, r.grad)] for r in ranges]
-    parts = [pair for pieces in cut for pair in zip(*pieces, strict=True)]
-    group: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for number, pair in enumerate(parts, start=1):
-        group.append(pair)
-        held = sum(m.numel() for m, _ in group)
-        if number == len(parts) or held + parts[number][0].numel() > MOST_CONVERTED:
-            _sum_wide(group, weight)
-            group = []
-
-
-def _sum_wide(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], weight: float) -> None:
-    momenta, grads = (list(part) for part in zip(*pairs, strict=True))
-    wide = [torch.empty_like(grad) for grad in grads]
-    torch._foreach_copy_(wide, momenta)
-    torch._foreach_lerp_(wide, grads, weight)
-    torch._foreach_copy_(momenta, wide)
+    for group in widened_at_once([r.momentum.numel() for r in ranges], most_bytes):
+        momenta = [ranges[index].momentum[start:stop] for index, start, stop in group]
+        grads = [ranges[index].grad[start:stop] for index, start, stop in group]
+        counts = [grad.numel() for grad in grads]
+        buffer = memory.take(sum(counts), dtype=grads[0].dtype)
+        wide = list(torch.split(buffer, counts))
+        torch._foreach_copy_(wide, momenta)
+        torch._foreach_lerp_(wide, grads, weight)
+        torch._foreach_copy_(momenta, wide)
+        del wide
+        memory.release(buffer)
 
 
 class _Step:

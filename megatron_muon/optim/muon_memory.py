@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,32 @@ def is_in_place(count: int, m: int, n: int, *, held: torch.dtype, compute: torch
     )
 
 
+def widened_at_once(sizes: Sequence[int], most_bytes: int) -> list[list[tuple[int, int, int]]]:
+    """Parts of 16-bit momenta that are summed in fp32 together.
+
+    Args:
+        sizes: Elements of each range.
+        most_bytes: Of fp32 copies, but for one element.
+
+    Returns:
+        Groups of (range, start, stop).
+    """
+    most = max(1, min(MOST_CONVERTED, most_bytes // 4))
+    groups: list[list[tuple[int, int, int]]] = []
+    room = 0
+    for index, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            if room == 0:
+                groups.append([])
+                room = most
+            stop = min(size, start + room)
+            groups[-1].append((index, start, stop))
+            room -= stop - start
+            start = stop
+    return groups
+
+
 @dataclass(frozen=True, kw_only=True)
 class MuonMemory:
     """Memory of ``muon._Step.wave``.
@@ -69,6 +95,13 @@ class MuonMemory:
         first = Phase(peak=arriving + self._ahead(use.sent[SOURCE]), held=arriving)
         converted = self._converted(min(back, self._in_small_runs(use)))
         return [first, *middle, Phase(peak=back + converted, held=0)]
+
+    def before(self, sizes: Sequence[int], most: int) -> int:
+        """Bytes of the fp32 copies in which 16-bit momenta are summed; see ``Method.before``."""
+        if self.momentum.itemsize >= 4:
+            return 0
+        groups = widened_at_once(sizes, most)
+        return max((4 * sum(b - a for _, a, b in group) for group in groups), default=0)
 
     def _ahead(self, nbytes: int) -> int:
         """Bytes to fill in so many of B."""

@@ -135,6 +135,7 @@ class MuonRule:
             flops=flops,
             itemsizes={kind: dtype.itemsize for kind, dtype in self.dtypes.items()},
             phases=memory.phases,
+            before=memory.before,
             splitting=splitting,
         )
 

@@ -35,6 +35,10 @@ class AtHome:
     peak: Callable[[Sequence[Scheme], int], int]
 
 
+def _no_bytes(sizes: Sequence[int], most: int) -> int:
+    return 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """What planning has to know of an optimizer.
@@ -51,6 +55,8 @@ class Method:
         min_wave_elements: An owner's part of a wave is not made smaller unless memory asks for it.
         target_waves: Waves of the busiest owner, unless memory asks for more.
         at_home: Set where holders do a part of the work, and an owner is one of the holders.
+        before: Bytes that a rank allocates before the first wave, from the elements of its ranges
+            and the bytes that it may take.
     """
 
     cost: CostFunction
@@ -64,3 +70,4 @@ class Method:
     min_wave_elements: int = MIN_WAVE_ELEMENTS
     target_waves: int = TARGET_WAVES
     at_home: AtHome | None = None
+    before: Callable[[Sequence[int], int], int] = _no_bytes

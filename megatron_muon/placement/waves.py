@@ -35,6 +35,10 @@ class Waves:
             if len(scheme.ranks) == 1 and i not in at_home
         ]
         self._home_peaks: Mapping[int, int] = {}
+        self._ranges = [
+            [stop - start for start, stop in held if stop > start]
+            for held in zip(*(parameter.ranges for parameter in plan.parameters), strict=True)
+        ]
         self._numels = [plan.matrices[index].numel for index in self._whole]
         self._owners = [plan.owners[index] for index in self._whole]
         self._split = replace(plan.split, waves=_split_waves(plan))
@@ -115,6 +119,10 @@ class Waves:
         peaks = step_peaks(turns, both, ranks=self._plan.group.size)
         # What is at home is done before the first wave starts.
         peaks = [max(peak, self._home_peaks.get(rank, 0)) for rank, peak in enumerate(peaks)]
+        # So is what comes before it, which has as much memory as the waves of the fullest rank.
+        most, tp = max(peaks), self._plan.group.tp
+        before = [self._method.before(sizes, most) for sizes in self._ranges]
+        peaks = [max(peak, before[rank // tp]) for rank, peak in enumerate(peaks)]
         return replace(self._plan, main=main, split=split, peak_bytes=tuple(peaks))
 
     def _cuts(self) -> Iterator[tuple[tuple[int, ...], ...]]:

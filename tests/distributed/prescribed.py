@@ -243,6 +243,7 @@ class Setting:
     weight_decay: float = 0.1
     most_ranks: int = 1
     compute_dtype: torch.dtype | None = None
+    momentum_dtype: torch.dtype | None = None
     ranks_per_node: int | None = None
     spoil_copies: bool = False
     """Gradients of what is a copy of another TP rank's elements are NaN."""
@@ -289,6 +290,7 @@ def rule_of(setting: Setting) -> MuonRule:
         extra_scale_factor=0.5,
         compute_dtype=setting.compute_dtype or setting.dtype,
         exchange_dtype=setting.dtype,
+        momentum_dtype=setting.momentum_dtype or setting.dtype,
     )
 
 
@@ -329,7 +331,7 @@ def run_rank(
         state.append(
             MatrixRange(
                 master=master,
-                momentum=torch.zeros_like(master),
+                momentum=torch.zeros_like(master, dtype=rule.momentum_dtype),
                 grad=torch.empty_like(master),
                 lr=lr,
                 weight_decay=weight_decay,

@@ -29,6 +29,7 @@ MOE = (
 FP8 = "--fp8-param-gather --fp8-format"
 RUNS = {
     "bf16": "--bf16",
+    "16-bit momentum": "--bf16 --matrix-momentum-dtype bf16",
     "products": "--fp8-format hybrid",
     "delayed": f"{FP8} hybrid --fp8-recipe delayed",
     "tensorwise": f"{FP8} e4m3 --fp8-recipe tensorwise --first-last-layers-bf16",
@@ -145,6 +146,16 @@ def test_the_step_is_that_of_bf16_weights(planned: Any) -> None:
             for key in ("matrices", "flops_of_ranks", "balance_bound"):
                 assert mine["groups"][0][key] == theirs["groups"][0][key]
             assert mine["groups"][0]["counted_against_plan"]["sent_bytes"] == 0
+
+
+def test_momenta_of_16_bits_take_half_the_memory(planned: Any) -> None:
+    """And the copies in which they are summed are within the memory of a step."""
+    narrow, wide = planned["16-bit momentum"][3], planned["bf16"][3]
+    for mine, theirs in zip(narrow["stages"], wide["stages"], strict=True):
+        (group,), (other,) = mine["groups"], theirs["groups"]
+        assert 2 * group["memory"]["momentum"] == other["memory"]["momentum"] > 0
+        assert abs(group["counted_against_plan"]["memory_percent"]) < 10
+    assert "(bfloat16)" in narrow["table_at_start"]
 
 
 def test_experts_are_planned_in_fp8(planned: Any) -> None:

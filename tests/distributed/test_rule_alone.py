@@ -156,10 +156,27 @@ def test_other_splits(ranks: Ranks, split: SplitMode, tp: int, dp: int) -> None:
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 1), (4, 1), (2, 2), (2, 3)])
-@pytest.mark.parametrize("buffer_mb", [16.0, 0.06])
-def test_counts_equal_the_prediction(ranks: Ranks, tp: int, dp: int, buffer_mb: float) -> None:
-    """Bytes and orthogonalizations are counted where they happen; the plan predicts them."""
-    setting = Setting(tp=tp, dp=dp, dtype=torch.float32, steps=2, layers=4, buffer_mb=buffer_mb)
+@pytest.mark.parametrize(
+    ("buffer_mb", "momentum"),
+    [(16.0, torch.float32), (0.06, torch.float32), (16.0, torch.bfloat16), (0.03, torch.bfloat16)],
+    ids=str,
+)
+def test_counts_equal_the_prediction(
+    ranks: Ranks, tp: int, dp: int, buffer_mb: float, momentum: torch.dtype
+) -> None:
+    """Bytes and orthogonalizations are counted where they happen; the plan predicts them.
+
+    So are the copies in which 16-bit momenta are summed, as many at once as there is room.
+    """
+    setting = Setting(
+        tp=tp,
+        dp=dp,
+        dtype=torch.float32,
+        steps=2,
+        layers=4,
+        buffer_mb=buffer_mb,
+        momentum_dtype=momentum,
+    )
     entries = model(4)
     plan = plan_of(setting, entries)
     results = ranks(tp * dp, run_rank, setting, entries)
