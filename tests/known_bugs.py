@@ -114,7 +114,7 @@ REPORTS: dict[str, tuple[str, ...]] = {
     ),
     "speculators#1066 routing changed and the old checkpoint became unreadable": (
         _CASES + "test_a_rule_on_one_layer_is_saved_and_loaded",
-        _CASES + "test_a_rule_on_one_layer_that_comes_or_goes_is_told",
+        _CASES + "test_a_rule_added_or_removed_on_one_layer_is_reported",
     ),
     "M#5898 odd DP sizes, padding at the end of a bucket": (
         _ANY + "test_every_dense_layout_continues_others",
@@ -217,13 +217,13 @@ REPORTS: dict[str, tuple[str, ...]] = {
         _TOOL + "test_containers.py::test_state_is_found_in_every_container",
     ),
     "Megatron-Bridge#1514 M#6003 M#6004 checkpoints without arguments": (
-        _OFFLINE + "test_without_arguments_run_config_says_how_weights_are_fused",
+        _OFFLINE + "test_without_arguments_run_config_defines_fused_weights",
     ),
     "Megatron-Bridge#4199 Megatron-Bridge#4657 a router's bias is lost in conversion": (
-        _TOOL + "test_importing.py::test_weights_that_nobody_trains_are_not_left_out_silently",
+        _TOOL + "test_importing.py::test_missing_untrained_weights_are_reported",
     ),
     "M#2016 SkyRL#1403 step counts after migration": (
-        _OFFLINE + "test_adam_that_starts_anew_counts_anew",
+        _OFFLINE + "test_a_restarted_adam_restarts_its_step_count",
         _TOOL + "test_conversion.py::test_the_step_count_of_torchs_adam_is_found",
     ),
     "Moonlight#27 Newton-Schulz on the local shard": (

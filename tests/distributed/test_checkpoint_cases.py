@@ -105,7 +105,7 @@ def test_a_rule_on_one_layer_is_saved_and_loaded(ranks: Ranks, tmp_path: Path, k
 
 
 @pytest.mark.parametrize(("before", "after"), [(TO_ADAM, DMUON), (DMUON, TO_ADAM)])
-def test_a_rule_on_one_layer_that_comes_or_goes_is_told(
+def test_a_rule_added_or_removed_on_one_layer_is_reported(
     ranks: Ranks, tmp_path: Path, before: MatrixConfig, after: MatrixConfig
 ) -> None:
     to_adam = ONE_LAYER if before is TO_ADAM else ""
@@ -192,7 +192,7 @@ def test_a_rule_on_one_expert(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layers", [2, 6])
-def test_another_number_of_layers_is_told(ranks: Ranks, tmp_path: Path, layers: int) -> None:
+def test_another_number_of_layers_is_reported(ranks: Ranks, tmp_path: Path, layers: int) -> None:
     four = run_at(Layout(tp=2), config=DMUON, options=(("layers", 4),))
     whole = saved(ranks, four, tmp_path / "a")
     other = run_at(Layout(pp=2), config=DMUON, options=(("layers", layers),))

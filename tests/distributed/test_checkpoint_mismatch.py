@@ -64,7 +64,7 @@ def refused(ranks: Ranks, folder: Path, flags: Flags, tp: int = 1) -> str:
         "rule removed",
     ],
 )
-def test_other_state_is_refused_by_a_sentence(
+def test_mismatched_state_is_refused_by_a_sentence(
     ranks: Ranks, tmp_path: Path, saved: Flags, loaded: Flags, said: str
 ) -> None:
     folder = tmp_path / "saved"
@@ -84,7 +84,7 @@ def test_the_weights_alone_can_be_loaded(ranks: Ranks, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut off"])
-def test_an_incomplete_checkpoint_is_told(ranks: Ranks, tmp_path: Path, damage: str) -> None:
+def test_an_incomplete_index_is_reported(ranks: Ranks, tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "saved"
     save(ranks, folder, DMUON)
     (metadata,) = folder.glob("iter_*/.metadata")
@@ -104,7 +104,7 @@ def test_an_incomplete_checkpoint_is_told(ranks: Ranks, tmp_path: Path, damage: 
         ("7", "", "saved has iter_0000001: select one with --ckpt-step"),
     ],
 )
-def test_an_unfinished_checkpoint_is_told(
+def test_an_incomplete_checkpoint_is_reported(
     ranks: Ranks, tmp_path: Path, step: str, damage: str, said: str
 ) -> None:
     folder = tmp_path / "saved"
@@ -117,7 +117,7 @@ def test_an_unfinished_checkpoint_is_told(
 
 @pytest.mark.parametrize("file", ["first", "last"])
 @pytest.mark.parametrize("damage", ["missing", "cut off"])
-def test_a_damaged_file_is_told(ranks: Ranks, tmp_path: Path, damage: str, file: str) -> None:
+def test_a_damaged_file_is_reported(ranks: Ranks, tmp_path: Path, damage: str, file: str) -> None:
     """The first file holds the common state too, which is read before anything else."""
     folder = tmp_path / "saved"
     save(ranks, folder, DMUON)
@@ -132,7 +132,7 @@ def test_a_damaged_file_is_told(ranks: Ranks, tmp_path: Path, damage: str, file:
     assert "--ckpt-step" in text
 
 
-def test_another_models_checkpoint_is_told(ranks: Ranks, tmp_path: Path) -> None:
+def test_another_models_checkpoint_is_reported(ranks: Ranks, tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     save(ranks, folder, (*DMUON, "--ffn-hidden-size", "64"))
     assert "it is another model" in refused(ranks, folder, DMUON)

@@ -144,7 +144,7 @@ def _mend_tracker(folder: Path) -> None:
         tracker.write_text(str(int(newest.removeprefix("iter_"))))
 
 
-def test_a_run_goes_on_after_its_empty_tracker_was_mended(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_continues_after_its_empty_tracker_was_repaired(ranks: Ranks, tmp_path: Path) -> None:
     """Megatron truncates the tracker before it writes it; an empty one ends the next run."""
     every = (*DMUON, "--save-interval", "1")
 

@@ -251,7 +251,7 @@ def test_coalesced_reductions_keep_their_operator(ranks: RunRanks) -> None:
     assert ranks(2, reduce) == [([1.5], [1.0]), ([3.0], [1.0])]
 
 
-def test_float8_and_tensor_split_sizes_travel(ranks: RunRanks) -> None:
+def test_float8_and_tensor_split_sizes_are_communicated(ranks: RunRanks) -> None:
     def exchange(rank: int) -> tuple[list[float], list[float]]:
         codes = torch.tensor([1.0 + rank, 2.0]).to(torch.float8_e4m3fn)
         everyone = torch.empty(4, dtype=torch.float8_e4m3fn)
@@ -304,7 +304,7 @@ def test_cuda_tensors_and_queries_are_the_cpus() -> None:
     assert torch.cuda.current_stream() is torch.cuda.default_stream()
 
 
-def test_the_rng_tracker_forks_what_the_cpu_draws_from(ranks: RunRanks) -> None:
+def test_the_rng_tracker_forks_the_cpu_generator(ranks: RunRanks) -> None:
     def draw(rank: int) -> tuple[bool, float]:
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -380,12 +380,12 @@ def test_a_dying_rank_is_reported(ranks: RunRanks) -> None:
 
 
 def test_a_hang_is_reported_with_stacks(ranks: RunRanks) -> None:
-    def wait_for_nobody(rank: int) -> None:
+    def wait_forever(rank: int) -> None:
         if rank == 0:
             torch.distributed.barrier()
 
-    with pytest.raises(RanksTimedOut, match="wait_for_nobody") as caught:
-        ranks(2, wait_for_nobody, timeout=3)
+    with pytest.raises(RanksTimedOut, match="wait_forever") as caught:
+        ranks(2, wait_forever, timeout=3)
     assert list(caught.value.reports) == [0]
 
 

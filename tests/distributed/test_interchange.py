@@ -36,7 +36,7 @@ from tests.reference.muon import gate_up_parts, unit_parts
 
 
 @pytest.mark.parametrize("model", ["dense", "experts"])
-def test_weights_are_those_that_the_ranks_held(runs: Runs, tmp_path: Path, model: str) -> None:
+def test_weights_equal_those_on_the_ranks(runs: Runs, tmp_path: Path, model: str) -> None:
     saved, _ = runs(model, "dmuon")
     content = exported(saved, tmp_path / "plain.pt")
     weights = as_stored(saved.weights)
@@ -129,7 +129,7 @@ def test_padding_rows_come_back_as_zeros(runs: Runs, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 2)])
-def test_megatron_goes_on_from_what_was_imported(
+def test_megatron_continues_from_an_import(
     runs: Runs, ranks: Ranks, tmp_path: Path, layout: tuple[int, int]
 ) -> None:
     """Without padding: its rows take part in the loss, and come back as zeros."""
@@ -155,7 +155,7 @@ def _grads(parameters: Mapping[str, torch.Tensor]) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
-def test_torchs_muon_goes_on_and_comes_back(runs: Runs, tmp_path: Path) -> None:
+def test_torchs_muon_continues_and_returns(runs: Runs, tmp_path: Path) -> None:
     """Its momentum after a step is that of the checkpoint with a gradient more."""
     saved, other = runs("dense", "dmuon")
     flags = ("--format", "torch-muon", "--names", "hf")
@@ -241,7 +241,7 @@ def test_dmuon_as_microsofts_muon_is_a_sum(runs: Runs, tmp_path: Path) -> None:
             torch.testing.assert_close(again["state"][name][state], value, rtol=1e-6, atol=0.0)
 
 
-def test_a_sum_is_told_by_the_user(runs: Runs, tmp_path: Path) -> None:
+def test_a_sum_is_declared_by_the_user(runs: Runs, tmp_path: Path) -> None:
     """Heavy ball, S = M / (1 - β)."""
     saved, other = runs("dense", "dmuon")
     content = exported(saved, tmp_path / "torch.pt", "--format", "torch-muon")
@@ -272,7 +272,7 @@ def _flat(state: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_optimizers_in_other_containers_come_back(
+def test_optimizers_in_other_containers_are_restored(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A list of them, the flattened form, and the keys of torch's tutorials."""
@@ -298,7 +298,7 @@ def test_optimizers_in_other_containers_come_back(
         _same_but_for_padding(saved.folder, tmp_path / form)
 
 
-def test_numbers_get_names_from_a_file(
+def test_numbered_parameters_are_named_by_a_file(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved, other = runs("dense", "dmuon")
@@ -344,7 +344,7 @@ def _steps(checkpoint: Checkpoint) -> set[int]:
     return {group["step"] for group in param_groups(checkpoint.common) if "step" in group}
 
 
-def test_a_checkpoint_of_another_optimizer_tells_what_it_has_no_place_for(
+def test_states_without_a_counterpart_are_listed(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved, _ = runs("dense", "orth_dion")

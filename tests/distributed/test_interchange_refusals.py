@@ -70,7 +70,7 @@ def _other_fields(content: dict[str, Any]) -> Any:
         (lambda _: {"a": 1}, "holds neither weights nor the state dict of an optimizer"),
     ],
 )
-def test_a_wrong_file_is_told_by_a_sentence(
+def test_an_invalid_file_is_refused_by_a_sentence(
     runs: Runs,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -87,7 +87,7 @@ def test_a_wrong_file_is_told_by_a_sentence(
     assert not (tmp_path / "back").exists()
 
 
-def test_what_is_no_file_of_torch_is_told(
+def test_a_file_not_of_torch_is_refused(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved, other = runs("dense", "dmuon")
@@ -102,7 +102,7 @@ def test_what_is_no_file_of_torch_is_told(
     assert not (tmp_path / "back").exists()
 
 
-def test_export_tells_what_is_wrong(
+def test_export_refuses_unsupported_layouts(
     runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved, _ = runs("dense", "orth_dion")
@@ -129,7 +129,7 @@ def test_export_tells_what_is_wrong(
     assert {entry.name for entry in tmp_path.iterdir()} == {"file.pt"}
 
 
-def test_all_rows_of_the_vocabulary_are_kept_unless_told(runs: Runs, tmp_path: Path) -> None:
+def test_all_rows_of_the_vocabulary_are_kept_by_default(runs: Runs, tmp_path: Path) -> None:
     """A tokenizer may have rows above the vocabulary that was asked for; none is lost."""
     saved, other = runs("dense", "dmuon")
     assert tool("export", saved.folder, tmp_path / "all.pt") == 0

@@ -41,7 +41,7 @@ def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saves:
     return Saves(ranks, tmp_path_factory.mktemp("saved"))
 
 
-def test_what_is_read_is_what_torch_reads(saved: Saves) -> None:
+def test_tensors_equal_those_read_by_torch(saved: Saves) -> None:
     checkpoint = Checkpoint(saved(*DMUON))
     whole = tensors_in(checkpoint.folder)
     assert whole.keys() == checkpoint.tensors.keys()
@@ -68,7 +68,7 @@ def test_adam_to_dmuon_and_back(ranks: Ranks, saved: Saves, tmp_path: Path) -> N
     assert any(after)
 
 
-def test_two_other_layouts_go_on_alike(ranks: Ranks, saved: Saves, tmp_path: Path) -> None:
+def test_two_other_layouts_continue_equally(ranks: Ranks, saved: Saves, tmp_path: Path) -> None:
     convert(saved(*ADAM), tmp_path / "c", "orth_dion", *RANK)
     for name, sizes in (("tp", {"tp": 2}), ("pp", {"pp": 2})):
         train(ranks, tmp_path / "c", tmp_path / name, ORTH_DION, **sizes)
@@ -80,24 +80,24 @@ def test_two_other_layouts_go_on_alike(ranks: Ranks, saved: Saves, tmp_path: Pat
 @pytest.mark.parametrize(
     "direction", ["muon to dmuon", pytest.param("dmuon to muon", marks=pytest.mark.slow)]
 )
-def test_upstream_muon_and_dmuon_go_on_alike(
+def test_upstream_muon_and_dmuon_continue_equally(
     ranks: Ranks, saved: Saves, tmp_path: Path, direction: str
 ) -> None:
     """The same momentum bit by bit, and the same next update but for the order of sums."""
     flags = (*DMUON[:2], "--bf16", *LIKE_UPSTREAM)
     here, there = ((*MUON, *PRECISE), flags)[:: 1 if direction == "muon to dmuon" else -1]
-    assert _go_on_alike(ranks, saved, tmp_path, (here, there), ("fp32_param of ",)) > 8
+    assert _continue_equally(ranks, saved, tmp_path, (here, there), ("fp32_param of ",)) > 8
 
 
 @pytest.mark.parametrize("direction", ["muon to dmuon", "dmuon to muon", "muon to muon"])
-def test_upstream_muon_without_masters_and_dmuon_go_on_alike(
+def test_upstream_muon_without_masters_and_dmuon_continue_equally(
     ranks: Ranks, saved: Saves, tmp_path: Path, direction: str
 ) -> None:
     """fp32 weights are the masters of megatron-core's muon, whose groups are nested otherwise."""
     flags = {"muon": (*MUON_PLAIN, *PRECISE), "dmuon": (*DMUON[:2], *LIKE_UPSTREAM)}
     here, there = (flags[name] for name in direction.split(" to "))
     weights = ("decoder.", "embedding.", "output_layer.")
-    assert _go_on_alike(ranks, saved, tmp_path, (here, there), weights) > 4
+    assert _continue_equally(ranks, saved, tmp_path, (here, there), weights) > 4
     masters = [key for key in Checkpoint(tmp_path / "c").tensors if ".fp32_param." in key]
     assert bool(masters) == (there[1] == "dmuon")
 
@@ -106,7 +106,7 @@ PRECISE = ("--muon-fp32-matmul-prec", "high")
 LIKE_UPSTREAM = ("--matrix-no-split-gate-up", "--dmuon-compute-dtype", "fp32")
 
 
-def _go_on_alike(
+def _continue_equally(
     ranks: Ranks,
     saved: Saves,
     tmp_path: Path,
@@ -128,7 +128,7 @@ def _go_on_alike(
 
 
 @pytest.mark.parametrize("to", ["dmuon", "orth_dion", "adam", "muon"])
-def test_fp32_adam_without_masters_goes_on(
+def test_fp32_adam_without_masters_continues(
     ranks: Ranks, saved: Saves, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
 ) -> None:
     """megatron-core's plain optimizer saves no masters; no weight was said to be a matrix."""
@@ -175,7 +175,7 @@ optimizer:
 """Lines of what Megatron-Bridge writes, for the model of these runs."""
 
 
-def test_without_arguments_run_config_says_how_weights_are_fused(
+def test_without_arguments_run_config_defines_fused_weights(
     ranks: Ranks, saved: Saves, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is guessed: 8 right factors of uncut weights came out where there are 14."""
@@ -227,7 +227,7 @@ def test_right_factors_have_the_names_of_training(saved: Saves, tmp_path: Path) 
     assert shapes[0] == shapes[1]
 
 
-def test_adam_that_starts_anew_counts_anew(saved: Saves, tmp_path: Path) -> None:
+def test_a_restarted_adam_restarts_its_step_count(saved: Saves, tmp_path: Path) -> None:
     """Bias correction of a state that is zero belongs to step 0, and to no warm first moment."""
     anew = convert(saved(*DMUON), tmp_path / "adam", "adam")
     groups = anew.common.value["optimizer"]["optimizer"]["param_groups"]
@@ -265,7 +265,7 @@ def test_both_homes_of_the_common_state(ranks: Ranks, saved: Saves, tmp_path: Pa
     assert main(["verify", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
 
 
-def test_inspect_tells_what_is_there(saved: Saves, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_the_content(saved: Saves, capsys: pytest.CaptureFixture[str]) -> None:
     known = {
         ADAM: "adam",
         ADAM_BUCKETS: "adam",
@@ -348,7 +348,7 @@ def _flip(folder: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_what_cannot_be_converted_is_told(
+def test_unsupported_conversions_are_refused(
     saved: Saves,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

@@ -56,7 +56,7 @@ def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saves:
         ("mtp", "adam", ("orth_dion",)),
     ],
 )
-def test_every_conversion_goes_on_at_two_other_layouts(
+def test_every_conversion_continues_at_two_other_layouts(
     ranks: Ranks, saved: Saves, tmp_path: Path, model: str, source: str, targets: Flags
 ) -> None:
     """It is loaded to the last bit at both, and both go on with the same losses."""
@@ -82,7 +82,7 @@ def test_every_conversion_goes_on_at_two_other_layouts(
 
 
 @pytest.mark.parametrize("target", ["dmuon", "orth_dion"])
-def test_experts_go_on_at_two_ranks_of_experts(
+def test_experts_continue_at_two_ranks_of_experts(
     ranks: Ranks, saved: Saves, tmp_path: Path, target: str
 ) -> None:
     convert(saved(*ADAM, *MOE), tmp_path / "c", target, *OF.get(target, ()))

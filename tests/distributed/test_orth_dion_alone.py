@@ -157,7 +157,7 @@ class RawSigns:
         return RightFactor(update=self.v, kept=self.v, core=self.core)
 
 
-def test_raw_signs_are_told_from_the_method(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_raw_signs_are_distinguished(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_muon.optim.dion_owner.Refresh", RawSigns)
     setting = DionSetting(tp=2, dp=2, dtype=torch.float64, steps=3)
     assert errors(ranks, setting, model()) > 1e-3

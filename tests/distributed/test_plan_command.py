@@ -74,7 +74,7 @@ def test_every_stage_is_reported(report: Any) -> None:
     assert "rule decoder.layers.0.mlp.linear_fc1.weight" in report["table_at_start"]
 
 
-def test_what_is_counted_is_what_the_plan_says(report: Any) -> None:
+def test_counts_equal_the_plan(report: Any) -> None:
     for stage in report["stages"]:
         for group in stage["groups"]:
             sent = group["sent_bytes_in_node"] + group["sent_bytes_over_network"]

@@ -142,7 +142,7 @@ def test_rates_of_this_run(ranks: Ranks, tmp_path: Path, other: Rates) -> None:
 
 
 @pytest.mark.parametrize("saved", [FIRST, APART], ids=["shared rates", "rates of matrices"])
-def test_without_a_flag_equal_rates_go_on(ranks: Ranks, tmp_path: Path, saved: Rates) -> None:
+def test_without_a_flag_equal_rates_continue(ranks: Ranks, tmp_path: Path, saved: Rates) -> None:
     expected = ranks(2, _run, saved, NEITHER, tmp_path, saved)
     assert ranks(2, _run, saved, NEITHER, tmp_path, None) == expected
 

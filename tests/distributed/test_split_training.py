@@ -85,7 +85,7 @@ def test_every_update_equals_the_reference(ranks: Ranks, name: str) -> None:
             assert load.peak_buffer_bytes < 1.5 * counters.peak_buffer_bytes
 
 
-def test_the_table_at_start_says_what_is_split(
+def test_the_startup_table_lists_split_matrices(
     ranks: Ranks, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ranks(RUN.world_size, _split_ranks, RUN)
@@ -93,7 +93,7 @@ def test_the_table_at_start_says_what_is_split(
     assert " split among " in said
 
 
-def test_nothing_is_split_unless_asked_for(
+def test_nothing_is_split_unless_requested(
     ranks: Ranks, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A threshold goes with more ranks only; here it makes a tiny matrix worth the advice.

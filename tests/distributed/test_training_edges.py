@@ -222,7 +222,7 @@ def test_wrong_settings_are_refused_together_on_every_rank(
         assert sentence in messages[0]
 
 
-def test_the_number_in_the_refusal_is_the_least_that_starts(ranks: Ranks) -> None:
+def test_the_number_in_the_refusal_is_the_minimum(ranks: Ranks) -> None:
     def body(rank: int, number: float) -> None:
         layout(tp=2)
         wrapped = tiny_gpt.wrap_ddp(tiny_gpt.build_gpt())
@@ -286,7 +286,7 @@ def test_megatrons_own_settings_of_muon_are_used(ranks: Ranks) -> None:
     assert "decoder.layers.0.self_attention.linear_qkv.weight" in matrices
 
 
-def test_what_is_refused_by_flag_is_refused_by_api(ranks: Ranks) -> None:
+def test_refused_flags_are_refused_by_api(ranks: Ranks) -> None:
     gather = "fp4_param_gather"
     config = {"muon_scalar_optimizer": "lion", "muon_tp_mode": "duplicated"}
     (message,) = set(ranks(2, _made, config, {gather: True}))

@@ -47,9 +47,7 @@ def measured(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Any]]:
         for name, case in CASES.items()
     ],
 )
-def test_a_step_costs_what_the_golden_figures_say(
-    case: Case, measured: Callable[[str], Any]
-) -> None:
+def test_step_costs_match_the_golden_figures(case: Case, measured: Callable[[str], Any]) -> None:
     found = measured(case.name)
     assert "error" not in found, found["error"]
     changed = differences(GOLDEN.get(case.name, {}), found)

@@ -218,7 +218,7 @@ def test_imports_point_downwards_and_files_are_short_and_named() -> None:
         ("common/a.py", "", "part without a rule"),
     ],
 )
-def test_what_breaks_a_rule_is_found(tmp_path: Path, file: str, text: str, violation: str) -> None:
+def test_violations_are_detected(tmp_path: Path, file: str, text: str, violation: str) -> None:
     path = tmp_path / PACKAGE / file
     path.parent.mkdir(parents=True)
     path.write_text(text)
@@ -237,7 +237,7 @@ def test_what_breaks_a_rule_is_found(tmp_path: Path, file: str, text: str, viola
         ("placement/a.py", "from megatron_muon.matrices import x\nfrom .plan import y"),
     ],
 )
-def test_what_breaks_no_rule_is_not_found(tmp_path: Path, file: str, text: str) -> None:
+def test_valid_imports_are_accepted(tmp_path: Path, file: str, text: str) -> None:
     path = tmp_path / PACKAGE / file
     path.parent.mkdir(parents=True)
     path.write_text(text)

@@ -14,7 +14,7 @@ def rows() -> list[BalanceRow]:
     return balance_table()
 
 
-def test_every_model_is_within_five_percent_or_at_what_is_possible(rows: list[BalanceRow]) -> None:
+def test_every_model_is_within_five_percent_or_at_the_lower_bound(rows: list[BalanceRow]) -> None:
     """At the bound but for parts that differ by one row; whole where splitting gains no tenth.
 
     And two rows where parts do not fill nodes: those of a matrix are on one, unlike in the bound;
@@ -33,7 +33,7 @@ def test_sharing_makes_no_busiest_owner_slower(rows: list[BalanceRow]) -> None:
     assert all(row.reached > row.bound - 1e-9 for row in rows)
 
 
-def test_the_table_in_the_documents_is_what_the_benchmark_prints(rows: list[BalanceRow]) -> None:
+def test_the_documented_table_is_printed_by_the_benchmark(rows: list[BalanceRow]) -> None:
     path = Path(__file__).parents[2] / "docs" / "owner-balance.md"
     printed = balance_lines(rows)
     _, header, after = path.read_text(encoding="utf-8").partition(printed[0])

@@ -62,7 +62,9 @@ def test_a_table_is_written_that_training_reads(run: Run, tmp_path: Path) -> Non
         (("--cost-steps", "0"), "--cost-steps is 0; it must be >= 1"),
     ],
 )
-def test_wrong_flags_are_told(run: Run, tmp_path: Path, flags: tuple[str, ...], said: str) -> None:
+def test_invalid_flags_are_refused(
+    run: Run, tmp_path: Path, flags: tuple[str, ...], said: str
+) -> None:
     done = run("--cost-table", str(tmp_path / "costs.json"), *flags)
     assert done.code == 2
     assert said in done.err
@@ -75,7 +77,7 @@ def test_without_a_file_the_error_names_the_flag_and_the_other_command(run: Run)
     assert "--cost-table FILE" in done.err and "make benchmark" in done.err
 
 
-def test_a_folder_that_is_not_there_is_told_before_measuring(run: Run, tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused_before_measuring(run: Run, tmp_path: Path) -> None:
     for path in (tmp_path / "none" / "costs.json", tmp_path):
         done = run("--cost-table", str(path))
         assert done.code == 2 and "is not a file in an existing folder" in done.err

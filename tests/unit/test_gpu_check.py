@@ -34,7 +34,7 @@ def test_every_check_names_a_function(megatron: Any, check: Check) -> None:
     assert callable(check.function)
 
 
-def test_what_a_machine_cannot_do_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_checks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     several = _check("several", least=2, most=4)
     assert gpu_check.impossible(several, H100) == "needs 2 GPUs, 1 here"
     assert gpu_check.impossible(several, B200) == ""
@@ -52,7 +52,7 @@ def test_a_rank_has_a_gpu_of_its_own(gpus: int, most: int, ranks: int) -> None:
     assert gpu_check.ranks_of(_check("x"), B200) == 1
 
 
-def test_a_second_call_goes_on_where_the_first_ended(tmp_path: Path) -> None:
+def test_a_second_call_continues_the_first(tmp_path: Path) -> None:
     path, called = tmp_path / "found.json", []
     checks = [_check(name) for name in ("a", "b", "c", "d")]
 
@@ -82,7 +82,7 @@ def test_a_second_call_goes_on_where_the_first_ended(tmp_path: Path) -> None:
         (RuntimeError("CUDA error"), DIFFERS, "RuntimeError: CUDA error"),
     ],
 )
-def test_a_rank_tells_what_became_of_a_check(
+def test_a_rank_reports_the_result_of_a_check(
     monkeypatch: pytest.MonkeyPatch, error: Exception | None, status: str, reason: str | None
 ) -> None:
     def function(device: torch.device) -> dict[str, Any]:

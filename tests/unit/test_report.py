@@ -157,7 +157,7 @@ def test_equal_matrices_of_all_layers_are_one_row() -> None:
     ]
 
 
-def test_exchange_groups_are_summed_and_said_once() -> None:
+def test_exchange_groups_are_summed_and_listed_once() -> None:
     lines = _report(ENTRIES, groups=3)
     assert [row[2] for row in _cells(lines, "layers.")] == ["6", "6", "36"]
     assert {row[-1] for row in _cells(lines, "layers.")} == {"6 of 6 ranks"}
@@ -303,7 +303,7 @@ def test_shapes_that_were_not_measured_are_named_with_the_command(tmp_path: Path
     ]
 
 
-def test_a_model_without_matrices_says_so() -> None:
+def test_a_model_without_matrices_is_reported() -> None:
     lines = _report([], dp=2, extra=OTHERS)
     assert lines[-1] == "no parameter goes to the matrix optimizer: all are trained with Adam"
     assert not any("owners" in line or "update:" in line for line in lines)
@@ -317,7 +317,7 @@ def test_a_model_without_matrices_says_so() -> None:
         (torch.float16, torch.float16, "float16", 2000 * (4 + 2)),
     ],
 )
-def test_bytes_of_the_parameter_gather_are_those_that_travel(
+def test_bytes_of_the_parameter_gather_are_communicated_bytes(
     kept: torch.dtype, travels: torch.dtype, said: str, sent: int
 ) -> None:
     buffer = SimpleNamespace(

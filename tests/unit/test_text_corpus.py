@@ -66,7 +66,7 @@ def test_held_out_documents_are_those_of_megatron_split(megatron: Any, tmp_path:
     assert end - start == info.held_out_documents > 0
 
 
-def test_second_call_uses_what_is_there_and_another_size_rebuilds(
+def test_a_second_call_reuses_the_corpus_and_another_size_rebuilds(
     megatron: Any, tmp_path: Path
 ) -> None:
     first = build_corpus(tmp_path, MEGABYTES)

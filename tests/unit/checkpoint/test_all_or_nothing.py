@@ -27,7 +27,7 @@ from tests.unit.checkpoint.small_output import WHOLE, names_in, output
 ROOT = Path(__file__).parents[3]
 
 
-def test_nothing_is_overwritten_without_being_told(written: Path) -> None:
+def test_nothing_is_overwritten_without_the_flag(written: Path) -> None:
     before = (written / "__0_0.distcp").stat().st_mtime_ns
     with pytest.raises(CheckpointError, match=r"exists; type --overwrite"):
         write_checkpoint(written, output())
@@ -65,7 +65,7 @@ def _holds_something_else(folder: Path) -> None:
         ),
     ],
 )
-def test_only_a_checkpoint_is_ever_replaced(
+def test_only_a_checkpoint_is_replaced(
     tmp_path: Path, make: Callable[[Path], None], sentence: str
 ) -> None:
     folder = tmp_path / "iter_0000003"
@@ -95,12 +95,12 @@ def test_source_and_target_are_apart(written: Path, where: str) -> None:
     assert sorted(written.parent.rglob("*")) == before
 
 
-def test_a_name_that_no_file_can_have_is_told(tmp_path: Path) -> None:
+def test_an_invalid_file_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot be written .*too long"):
         write_checkpoint(tmp_path / ("x" * 300) / "iter_0000003", output())
 
 
-def test_a_tracker_that_cannot_be_written_is_told(written: Path) -> None:
+def test_an_unwritable_tracker_is_reported(written: Path) -> None:
     tracker = written.parent / "latest_checkpointed_iteration.txt"
     tracker.unlink()
     tracker.mkdir()
@@ -126,7 +126,7 @@ def test_a_failure_leaves_nothing(
     assert names_in(tmp_path) == []
 
 
-def test_a_failure_leaves_what_was_to_be_replaced(written: Path) -> None:
+def test_a_failure_keeps_the_checkpoint_to_be_replaced(written: Path) -> None:
     with pytest.raises(CheckpointError):
         write_checkpoint(written, output("raises"), overwrite=True)
     assert torch.equal(Checkpoint(written).read("a"), WHOLE)
@@ -154,7 +154,7 @@ def test_a_full_disk_leaves_nothing(written: Path, tmp_path: Path, missing: int 
     assert not (tmp_path / "other").exists()
 
 
-def test_what_the_system_writes_in_parts_is_whole(tmp_path: Path) -> None:
+def test_partial_writes_are_completed(tmp_path: Path) -> None:
     """Linux writes 2 GiB less a page at most at once; here it is five bytes."""
 
     class Reluctant(io.FileIO):
@@ -238,7 +238,7 @@ def test_processes_end_with_their_parent(tmp_path: Path) -> None:
     assert f".iter_0000003.writing.{process.pid} belongs to a run that was killed" in left
 
 
-def test_the_number_of_a_killed_run_may_come_again(written: Path) -> None:
+def test_the_process_id_of_a_killed_run_may_recur(written: Path) -> None:
     """As in a container, where the first process has always the same."""
     for purpose in ("writing", "replaced"):
         written.with_name(f".{written.name}.{purpose}.{os.getpid()}").mkdir()
@@ -275,7 +275,7 @@ def _dies_with_the_lock(count: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_process_that_dies_with_the_lock_hangs_nobody(
+def test_a_process_killed_with_the_lock_blocks_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data_files, "_add_written", _dies_with_the_lock)

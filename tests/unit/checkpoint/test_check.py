@@ -42,7 +42,7 @@ def test_who_wrote_a_checkpoint(keys: Keys, name: str) -> None:
 
 
 @pytest.mark.parametrize(("wanted", "optimizer"), [(DMUON, "dmuon"), (ORTH_DION, "orth_dion")])
-def test_what_fits_is_not_mentioned(wanted: Keys, optimizer: str) -> None:
+def test_matching_state_has_no_problems(wanted: Keys, optimizer: str) -> None:
     assert checkpoint_problems(wanted, wanted | {"optimizer.more": (1,)}, optimizer) == []
     assert checkpoint_problems({}, wanted, optimizer) == []
 
@@ -109,12 +109,12 @@ def test_a_parameter_that_is_not_there() -> None:
     assert "decoder.layers.mlp.linear_fc1.weight has no optimizer state" in problem
 
 
-def test_one_sentence_of_a_kind_is_enough() -> None:
+def test_each_kind_of_problem_is_reported_once() -> None:
     found = {key: (shape[0] // 2, *shape[1:]) for key, shape in DMUON.items()}
     assert len(checkpoint_problems(DMUON, found, "dmuon")) == 1
 
 
-def test_the_command_that_is_named_exists() -> None:
+def test_the_advised_command_exists() -> None:
     from megatron_muon.checkpoint.check import convert_advice
     from megatron_muon.offline.command import build_parser
 

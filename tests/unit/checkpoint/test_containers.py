@@ -114,7 +114,7 @@ def test_state_dicts_may_be_the_whole_file(tmp_path: Path, trained: Trained, for
     _assert_is(read_foreign(tmp_path / "file.pt"), trained, weights=False)
 
 
-def test_what_is_not_used_is_listed(tmp_path: Path, trained: Trained) -> None:
+def test_unused_entries_are_listed(tmp_path: Path, trained: Trained) -> None:
     content = FORMS["Lightning"](trained)
     content["state_dict"] = content["state_dict"] | {
         "layer._extra_state": torch.zeros(3, dtype=torch.uint8)
@@ -204,7 +204,7 @@ def _shampoo(content: dict[str, Any], trained: Trained) -> None:
         (_shampoo, r"state of layer\.weight\.factors has the fields 0, which"),
     ],
 )
-def test_state_in_a_form_that_is_not_known_is_refused_by_name(
+def test_state_in_an_unknown_form_is_refused_by_name(
     tmp_path: Path, trained: Trained, change: Callable[..., None], said: str
 ) -> None:
     """It used to pass for state that is not there."""

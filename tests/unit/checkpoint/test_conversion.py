@@ -46,7 +46,7 @@ def test_the_step_count_of_torchs_adam_is_found(tmp_path: Path, nested: bool) ->
     ],
     ids=["steps", "masters"],
 )
-def test_what_is_not_said_is_not_guessed(
+def test_missing_settings_are_not_guessed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], said: str
 ) -> None:
     run = save_run(tmp_path / "run", **changes)
@@ -55,7 +55,9 @@ def test_what_is_not_said_is_not_guessed(
     assert not (tmp_path / "new").exists()
 
 
-def test_why_nothing_is_a_matrix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reasons_without_any_matrix_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = save_run(tmp_path / "run")
     flags = ("--matrix-min-dim", "65", "--matrix-rule", "*.linear_fc2.weight:optimizer=adam")
     assert main(["convert", str(run), str(tmp_path / "new"), "--to", "dmuon", *flags]) == 2
@@ -107,7 +109,7 @@ def test_other_files_are_copied_or_listed(
     assert "holds more.txt, which is not part of a checkpoint" in capsys.readouterr().err
 
 
-def test_adapters_are_adams_and_what_they_wrap_keeps_its_split(tmp_path: Path) -> None:
+def test_adapters_use_adam_and_wrapped_weights_keep_their_split(tmp_path: Path) -> None:
     """As in training (``matrices.adapters``), at a rank that is no short side."""
     qkv = "decoder.layers.self_attention.linear_qkv"
     weights = {key.replace(qkv, f"{qkv}.to_wrap"): shape for key, shape in SHAPES.items()}

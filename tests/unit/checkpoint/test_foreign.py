@@ -57,7 +57,7 @@ def test_a_plain_file_is_checked(tmp_path: Path, change: dict[str, Any], said: s
         read_foreign(tmp_path / "wrong.pt")
 
 
-def test_how_momenta_are_kept_is_not_guessed(tmp_path: Path) -> None:
+def test_the_convention_of_momenta_is_not_guessed(tmp_path: Path) -> None:
     """Only where it matters."""
     torch.save(PLAIN | {"momentum": None}, tmp_path / "file.pt")
     kept = read_foreign(tmp_path / "file.pt").momenta["a"]

@@ -106,9 +106,7 @@ def _name_a_type(entry: Any) -> None:
         (_name_a_type, "a has the dtype 'float'"),
     ],
 )
-def test_chunks_make_up_their_tensor(
-    written: Path, change: Callable[[Any], None], said: str
-) -> None:
+def test_chunks_cover_their_tensor(written: Path, change: Callable[[Any], None], said: str) -> None:
     """Also where they are only copied."""
     path = written / ".metadata"
     metadata = pickle.loads(path.read_bytes())
@@ -188,7 +186,7 @@ def test_the_tracker_does_not_go_back(
     assert "was not changed and says 7; load with --ckpt-step 3" in capsys.readouterr().out
 
 
-def test_megatron_finds_no_step_beside_a_release(
+def test_megatron_ignores_steps_after_a_release(
     written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "other").mkdir()
@@ -214,7 +212,7 @@ def _elsewhere(written: Path) -> Checkpoint:
     return Checkpoint(written.parent.with_name("elsewhere"))
 
 
-def test_a_dry_run_tells_that_the_target_is_there(written: Path) -> None:
+def test_a_dry_run_reports_an_existing_target(written: Path) -> None:
     with pytest.raises(CheckpointError, match="exists; type --overwrite"):
         write_output(output(), _options(written.parent, dry_run=True), _elsewhere(written))
 
@@ -227,7 +225,7 @@ def test_an_iteration_is_a_number(written: Path, iteration: object) -> None:
         write_output(plan, _options(written / "new"), Checkpoint(written))
 
 
-def test_a_disk_that_is_full_anywhere_is_told(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_at_every_write(tmp_path: Path) -> None:
     """Also where torch writes, and tells of it in words of its own."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     write_checkpoint(tmp_path / "whole", output())
@@ -245,7 +243,7 @@ def test_a_disk_that_is_full_anywhere_is_told(tmp_path: Path) -> None:
 # ---- the command line -------------------------------------------------------------------------
 
 
-def test_what_is_ignored_stays_ignored(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ignored_signals_stay_ignored(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As under nohup."""
     heard = []
 
@@ -262,7 +260,7 @@ def test_what_is_ignored_stays_ignored(written: Path, monkeypatch: pytest.Monkey
     assert heard == [signal.SIG_IGN, command_line._interrupt]
 
 
-def test_what_nobody_thought_of_is_one_sentence(
+def test_unexpected_errors_are_one_sentence(
     written: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(options: argparse.Namespace) -> int:
@@ -299,7 +297,7 @@ def _convert(*flags: str) -> argparse.Namespace:
         ("dmuon", ["--heavy-ball", "0.9", "--momentum-start", "zero"], "--heavy-ball"),
     ],
 )
-def test_flags_that_change_nothing_are_refused(target: str, flags: list[str], said: str) -> None:
+def test_flags_without_effect_are_refused(target: str, flags: list[str], said: str) -> None:
     for each in TARGETS:
         require_effect(_convert("--to", each), "adam")
     with pytest.raises(CheckpointError, match=f"^{said}.* has no effect .*; leave it out"):
@@ -313,7 +311,7 @@ def _settings_of(saved: dict[str, Any], *flags: str, to: str = "orth_dion") -> M
     return matrix_settings(_convert("--to", to, *flags), CommonState(in_file=True, loaded=common))
 
 
-def test_flags_come_before_the_saved_ones_and_are_saved_again() -> None:
+def test_flags_override_the_saved_ones_and_are_saved() -> None:
     saved = {"matrix_min_dim": 8, "orth_dion_momentum": 0.5, "matrix_rule": ["a:split=none"]}
     found = _settings_of(saved, "--orth-dion-momentum", "0.25", "--muon-no-split-qkv")
     assert found == MatrixConfig(
@@ -356,7 +354,7 @@ def test_saved_flags_of_the_other_optimizer_are_neither_read_nor_replaced() -> N
         ),
     ],
 )
-def test_settings_that_cannot_be_are_refused_together(
+def test_invalid_settings_are_refused_together(
     saved: dict[str, Any], flags: tuple[str, ...], sentence: str
 ) -> None:
     with pytest.raises(CheckpointError, match=sentence):
@@ -370,7 +368,7 @@ def test_a_version_is_one_that_there_was(text: str) -> None:
         parse_version(text)
 
 
-def test_a_folder_without_checkpoints_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"neither a checkpoint nor a run's --save folder.*iteration\.txt\."
     ):
@@ -388,7 +386,7 @@ def test_a_folder_without_checkpoints_is_told(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
 
 
-def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_torch_file(tmp_path / "nothing.pt")
     assert os.listdir(tmp_path) == []

@@ -28,7 +28,7 @@ def exported(run: Path, file: Path, *flags: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("names", ["megatron", "hf"])
-def test_weights_that_nobody_trains_are_not_left_out_silently(
+def test_missing_untrained_weights_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], names: str
 ) -> None:
     """A router's correction bias has no optimizer state."""
@@ -102,7 +102,7 @@ def test_names_of_a_wrapped_model_are_those_of_the_bare_one(
         assert tool("verify", run, tmp_path / file) == 0
 
 
-def test_a_prefix_that_only_some_names_have_is_named(
+def test_a_prefix_of_only_some_names_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = save_run(tmp_path / "run")

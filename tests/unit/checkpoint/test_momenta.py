@@ -35,9 +35,7 @@ def kept(convention: Convention, gradients: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("source", [AVERAGE, SUM, DION], ids=lambda c: c.kind)
 @pytest.mark.parametrize("target", [AVERAGE, DION], ids=lambda c: c.kind)
-def test_a_momentum_is_what_the_target_would_have_kept(
-    source: Convention, target: Convention
-) -> None:
+def test_a_converted_momentum_matches_the_target(source: Convention, target: Convention) -> None:
     gradients = torch.randn(
         5, 6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
@@ -46,7 +44,7 @@ def test_a_momentum_is_what_the_target_would_have_kept(
     torch.testing.assert_close(kept(source, gradients) * factor, kept(target, gradients))
 
 
-def test_what_keeps_nothing_gives_nothing() -> None:
+def test_momentum_zero_has_no_conversion() -> None:
     assert conversion_factor(Convention(kind="dion", factor=0.0), AVERAGE) is None
 
 

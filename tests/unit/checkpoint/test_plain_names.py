@@ -68,7 +68,7 @@ def test_names(name: str, part: str, is_mla: bool, expected: str) -> None:
         "decoder.layers.0.self_attention.linear_q_up_proj.weight",
     ],
 )
-def test_what_has_no_name_there(name: str) -> None:
+def test_parameters_without_hf_names(name: str) -> None:
     with pytest.raises(KeyError):
         hf_name(name, "", False)
 
@@ -104,7 +104,7 @@ def test_a_bias_is_taken_apart_like_its_weight() -> None:
             assert plain.shape == (sum(b - a for a, b in rows), *rest)
 
 
-def test_nameless_parameters_are_told_together() -> None:
+def test_parameters_without_names_are_listed_together() -> None:
     parameters = {
         str(i): [_parameter(f"decoder.layers.{i}.mixer.in_proj.weight", (4, 4), Packing())]
         for i in range(3)

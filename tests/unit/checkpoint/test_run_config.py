@@ -179,7 +179,7 @@ def test_the_momentum_that_is_named_is_used(tmp_path: Path) -> None:
         ("{model: {}, optimizer: {adam_eps: 1e-8}}", "adam_eps is '1e-8' and must be a number"),
     ],
 )
-def test_what_is_no_run_config_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_an_invalid_run_config_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "run_config.yaml").write_text(text)
     with pytest.raises(CheckpointError, match=said):
         read_run_config(tmp_path / "run_config.yaml")
@@ -199,7 +199,7 @@ def test_query_groups_of_another_model_are_refused(
     assert "128 rows are not 1 query groups (num_query_groups) of 64 rows" in said
 
 
-def test_an_argument_that_is_none_is_said_by_run_config(
+def test_run_config_replaces_an_argument_that_is_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = save_run(tmp_path / "run", args={**ARGS, "kv_channels": None, "muon_momentum": None})

@@ -97,7 +97,7 @@ def megatron_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_what_is_not_known_is_written_again_as_it_was(megatron_module: Any) -> None:
+def test_unknown_objects_are_written_back_unchanged(megatron_module: Any) -> None:
     value = {
         "args": argparse.Namespace(
             mode=Mode.FAST,
@@ -149,7 +149,7 @@ def test_a_flipped_byte_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"no pickle at all", pickle.dumps([1, 2])[:-3]])
-def test_what_is_no_pickle_is_told(data: bytes) -> None:
+def test_an_invalid_pickle_is_refused(data: bytes) -> None:
     for load in (load_pickle, load_torch):
         with pytest.raises(CheckpointError, match="the file"):
             load(io.BytesIO(data), source="the file")

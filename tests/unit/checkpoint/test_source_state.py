@@ -57,7 +57,7 @@ def test_state_of_an_unknown_optimizer_is_refused(
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
-def test_inspect_calls_it_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_unknown_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key = f"optimizer.state.preconditioner.{WEIGHT}"
     run = save_run(tmp_path / "run", groups=(ADAM_GROUP,), more={key: SHAPES[WEIGHT]})
     assert main(["inspect", str(run)]) == 0

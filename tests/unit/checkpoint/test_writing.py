@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.parametrize("workers", [1, 2, 256])
 @pytest.mark.parametrize("in_file", [False, True])
-def test_torch_reads_what_was_written(tmp_path: Path, workers: int, in_file: bool) -> None:
+def test_torch_reads_the_written_checkpoint(tmp_path: Path, workers: int, in_file: bool) -> None:
     folder = tmp_path / "iter_0000003"
     write_checkpoint(folder, output(in_file=in_file), workers=workers)
     found = {"a": torch.zeros(5, 7), "z": torch.ones(3, dtype=torch.bfloat16)}
@@ -142,7 +142,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("damage", list(DAMAGES))
-def test_damage_is_told_in_a_sentence(written: Path, damage: str) -> None:
+def test_damage_is_one_sentence(written: Path, damage: str) -> None:
     change, sentence = DAMAGES[damage]
     change(written)
     with pytest.raises(CheckpointError, match=sentence) as told:
@@ -150,7 +150,7 @@ def test_damage_is_told_in_a_sentence(written: Path, damage: str) -> None:
     assert "\n" not in str(told.value) and len(str(told.value)) < 400
 
 
-def test_a_changed_file_is_told_by_its_hash(written: Path) -> None:
+def test_a_changed_file_is_detected_by_its_hash(written: Path) -> None:
     path = written / "__0_0.distcp"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -170,7 +170,7 @@ def test_a_file_outside_of_the_checkpoint_is_not_opened(written: Path) -> None:
         Checkpoint(written)
 
 
-def test_the_manifest_says_where_everything_came_from(written: Path) -> None:
+def test_the_manifest_lists_all_sources(written: Path) -> None:
     found = json.loads((written / "megatron_muon_manifest.json").read_text())
     assert found["tensors"]["a"] == {"shape": [5, 7], "dtype": "float32", "rule": "given"}
     assert set(found["files"]) == {".metadata", "metadata.json", "__0_0.distcp"}

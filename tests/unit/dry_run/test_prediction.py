@@ -37,7 +37,7 @@ NOTHING = ["nothing to change: no setting is predicted to be faster by 10 %"]
 
 
 @pytest.mark.parametrize("bound", [1, 4, 14])
-def test_a_bound_that_keeps_owners_from_sharing_a_matrix_is_to_be_lifted(bound: int) -> None:
+def test_a_bound_that_prevents_splitting_is_reported(bound: int) -> None:
     (advice,) = _advice(bound)
     assert advice == (
         "--dmuon-split-ranks auto: one dense matrix is 80 TFLOP and the mean of its 64 ranks 5; "
@@ -46,11 +46,11 @@ def test_a_bound_that_keeps_owners_from_sharing_a_matrix_is_to_be_lifted(bound: 
 
 
 @pytest.mark.parametrize("bound", [None, 15, 16, 32])
-def test_nothing_is_said_where_auto_splits_already_or_may_not_split_more(bound: int | None) -> None:
+def test_no_advice_if_auto_cannot_split_more(bound: int | None) -> None:
     assert _advice(bound) == NOTHING
 
 
-def test_nothing_is_said_of_a_matrix_that_is_no_larger_than_a_ranks_mean_or_too_small() -> None:
+def test_no_advice_for_matrices_below_the_mean_load_or_the_limit() -> None:
     assert _advice(1, flops_mean=75e12) == NOTHING
     assert _advice(1, largest_matrix_flops=10**11, flops_mean=1e9) == NOTHING
     assert _advice(1, tp=1, dp=1) == NOTHING

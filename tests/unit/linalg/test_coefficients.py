@@ -201,6 +201,6 @@ def test_parse_reads_triples_in_order():
 @pytest.mark.parametrize(
     "text", ["", "1,2", "1,2,3,4", "1,2,3;", "1;2;3", "1,2,x", "1,2,inf", "1,,3"]
 )
-def test_parse_refuses_what_is_not_triples(text):
+def test_parse_refuses_anything_but_triples(text):
     with pytest.raises(ValueError, match=r"--dmuon-coefficients.*Type for example"):
         parse_coefficients(text)

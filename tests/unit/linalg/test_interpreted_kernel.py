@@ -17,7 +17,7 @@ TOLERANCE = 2**-8
 
 
 @pytest.mark.slow
-def test_emerging_optimizers_kernel_computes_what_we_ask_of_it():
+def test_emerging_optimizers_kernel_is_correct():
     for module in ("triton", "emerging_optimizers", "absl"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed: pip install 'emerging-optimizers>=0.3'")

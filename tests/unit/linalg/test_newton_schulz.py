@@ -306,7 +306,7 @@ def test_values_of_emerging_optimizers_in_fp32(name, steps):
 @pytest.mark.parametrize(
     "x", [torch.ones(4), torch.ones(1, 2, 3, 4), torch.ones(2, 2, dtype=torch.int64)]
 )
-def test_what_is_no_batch_of_float_matrices_is_refused(x):
+def test_only_batches_of_float_matrices_are_accepted(x):
     with pytest.raises(ValueError, match="newton_schulz requires a float tensor"):
         newton_schulz(x, QUINTIC, compute_dtype=FP32)
 

@@ -27,7 +27,7 @@ def test_largest_magnitude(shape, turned, dtype):
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_is_seen_in_its_matrix_alone(odd):
+def test_nonfinite_values_affect_only_their_matrix(odd):
     x = random((3, 4, 5), turned=False)
     clean = largest_magnitude(x)
     x[1, 2, 3] = odd

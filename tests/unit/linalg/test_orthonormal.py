@@ -360,7 +360,7 @@ def test_nothing_in_nothing_out(kind):
     [torch.ones(4, 2), torch.ones(1, 2, 3), torch.ones(1, 4, 0), torch.ones(1, 4, 2).long()],
     ids=["no batch", "wide", "no columns", "integers"],
 )
-def test_what_is_no_batch_of_tall_float_matrices_is_refused(x):
+def test_only_batches_of_tall_float_matrices_are_accepted(x):
     with pytest.raises(ValueError, match="orthonormal_basis requires a float tensor"):
         orthonormal_basis(x)
     with pytest.raises(ValueError, match="right_factor requires a float tensor"):

@@ -129,7 +129,7 @@ def shared(
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("workers", "nodes"), TEAMS)
-def test_equals_the_formula_and_asks_for_what_it_says(
+def test_result_and_requests_match_the_formula(
     shape: tuple[int, int], workers: int, nodes: int, form: str
 ) -> None:
     x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -187,7 +187,7 @@ def test_no_magnitude_matters(factor: float) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_so_for_every_worker(value: float) -> None:
+def test_nonfinite_values_reach_every_worker(value: float) -> None:
     x = torch.randn(6, 24, generator=torch.Generator().manual_seed(5))
     x[2, 20] = value
     segments = carried_segments(coefficient_schedule("quintic", 5))

@@ -89,7 +89,7 @@ def test_an_unknown_policy_is_refused_with_the_known_ones():
         ("bf16", torch.float32, torch.bfloat16),
     ],
 )
-def test_what_travels_is_as_narrow_as_the_products(policy, compute, dtype):
+def test_messages_are_as_narrow_as_the_products(policy, compute, dtype):
     assert resolve_exchange_dtype(policy, compute) == dtype
 
 

@@ -89,7 +89,7 @@ def test_experts_of_one_stack_or_one_by_one() -> None:
         {"floral.linear_in.weight": (32, H), "floral.linear_out.weight": (H, 32)},
     ],
 )
-def test_what_only_looks_like_an_adapter_is_none(others: dict[str, tuple[int, ...]]) -> None:
+def test_lookalikes_are_not_adapters(others: dict[str, tuple[int, ...]]) -> None:
     assert not adapter_parameters(BASE | others)
 
 

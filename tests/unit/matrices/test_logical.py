@@ -218,7 +218,7 @@ def test_names_and_shapes_do_not_depend_on_tp(case: Case, split: SplitMode) -> N
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 @EVERY_CASE
-def test_only_what_tp_does_not_cut_is_replicated(case: Case, tp: int) -> None:
+def test_only_parameters_without_tp_sharding_are_replicated(case: Case, tp: int) -> None:
     for matrix in logical_matrices(_parameter(case, tp), split="parts"):
         assert matrix.replicated is (case.tp_dim is None)
 
@@ -282,5 +282,5 @@ def test_natural_key_is_forward_order() -> None:
     ]
 
 
-def test_natural_key_tells_different_names_apart() -> None:
+def test_natural_key_is_unique_per_name() -> None:
     assert natural_key("layers.1.w") != natural_key("layers.01.w")

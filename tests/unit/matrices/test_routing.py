@@ -73,7 +73,7 @@ def test_a_rule_without_an_optimizer_leaves_the_default(
         (_facts(is_linear_weight=False), "not the weight of a linear layer"),
     ],
 )
-def test_the_reason_says_what_the_parameter_is(facts: ParameterFacts, reason: str) -> None:
+def test_the_reason_describes_the_parameter(facts: ParameterFacts, reason: str) -> None:
     assert default_route(facts, min_dim=32).reason == reason
 
 
