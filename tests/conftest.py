@@ -1,4 +1,4 @@
-"""What every test shares.
+"""Fixtures of all tests.
 
 Importing Megatron takes seconds, so it is left to the tests that ask for it, by the fixtures below;
 a test module must not import ``megatron`` at its top, for the CPU stand-ins have to come first.
@@ -101,7 +101,7 @@ def megatron() -> Any:
 
 @pytest.fixture(scope="session")
 def ranks(megatron: Any) -> Callable[..., list[Any]]:
-    """``tests.ranks.run_ranks``, with everything imported that its forks shall share."""
+    """``tests.ranks.run_ranks``, after importing everything for its forks."""
     from tests.ranks import run_ranks
 
     return run_ranks
@@ -109,7 +109,7 @@ def ranks(megatron: Any) -> Callable[..., list[Any]]:
 
 @pytest.fixture(scope="session")
 def layouts_tested(pytestconfig: pytest.Config) -> Iterator[Callable[[Any, Any], None]]:
-    """Takes (case, errors found); at the end of the session all are in ``build/layouts.json``."""
+    """Collects (case, errors); the session writes them to ``build/layouts.json`` at its end."""
     import dataclasses
     import json
 

@@ -35,7 +35,7 @@ class DuplicatedLinear(torch.nn.Module):
             setattr(self.weight, name, value)
 
     def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """As Megatron's linear layers: output and bias."""
+        """Return output and bias like Megatron's linear layers."""
         return torch.nn.functional.linear(tokens, self.weight), None
 
 

@@ -1,4 +1,4 @@
-"""Public bug reports of this field, and the test here that shows each not to hold.
+"""Public bug reports of this field, and the tests that show they do not apply here.
 
 The reports are those of the project's design notes under "Ownership, layout, communication",
 "Routing and maths", "Checkpoint", "FP8" and "Added". M is NVIDIA/Megatron-LM. A report without a

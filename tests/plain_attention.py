@@ -1,4 +1,4 @@
-"""Attention that stands in for Transformer Engine's where Megatron's local one has none.
+"""Attention replacing Transformer Engine's where Megatron has no local one.
 
 Megatron's ``DotProductAttention`` asserts CP1 and takes no head sizes of multi-latent attention.
 Written from the formula: causal softmax attention of any head sizes; keys and values of a context
@@ -21,7 +21,7 @@ def zigzag(length: int, cp: int, cp_rank: int) -> Tensor:
 
 
 class _GatherSequence(torch.autograd.Function):
-    """All ranks' parts of a sequence in the global order; backward adds what all ranks ask for."""
+    """Gather a sequence in global order; backward adds the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
@@ -41,7 +41,7 @@ class _GatherSequence(torch.autograd.Function):
 
 
 class PlainAttention(torch.nn.Module):
-    """Core attention with Megatron's interface; the arguments that it needs no more are ignored."""
+    """Core attention with Megatron's interface; unneeded arguments are ignored."""
 
     def __init__(self, config: Any, *, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()

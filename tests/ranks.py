@@ -85,7 +85,7 @@ class _Rank:
         return bytes(self.received[start:]) if len(self.received) == start + length else None
 
     def end(self) -> None:
-        """Kill the rank and whatever it has started; let nothing of it remain."""
+        """Kill the rank and all its descendants."""
         # Its group exists only once the child has made it; the child itself until it is reaped.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -161,7 +161,7 @@ def layout(
     seed: int = 1234,
     **options: Any,
 ) -> None:
-    """Make Megatron's process groups, once in the life of a rank; data parallel is what remains.
+    """Create Megatron's process groups, once per rank; the remaining size is data parallel.
 
     Args:
         tp: tensor-parallel size.

@@ -1,4 +1,4 @@
-"""A small GPT whose training can be compared between parallel layouts.
+"""A small GPT for comparing training between parallel layouts.
 
 All layouts start from the same whole matrices and see the same global batches, so losses, gradients
 and updated parameters must agree.  Megatron is imported inside the functions: the CPU stand-ins
@@ -148,7 +148,7 @@ def build_gpt(
 
 
 def _never_choose(model: Any, expert: int) -> None:
-    """Let every router of a model see the lowest logit for one expert."""
+    """Give one expert the lowest logit in every router of a model."""
     for module in model.modules():
         if type(module).__name__ == "TopKRouter":
             gating = module.gating
@@ -173,7 +173,7 @@ def wrap_ddp(
     prepare: Callable[[Any], object] | None = None,
     **ddp_config: Any,
 ) -> Any:
-    """Wrap a model as Megatron's training code does.
+    """Wrap a model as in Megatron's training code.
 
     Args:
         model: what ``build_gpt`` returned.
@@ -326,7 +326,7 @@ def forward_backward(model: Any, micro_batches: list[Batch], optimizer: Any = No
 
 
 def _stage_mxfp8_weights(chunks: list[Any], optimizer: Any) -> None:
-    """As Megatron's ``train_step``: where the gather of MXFP8 weights is overlapped."""
+    """Prepare as in Megatron's ``train_step``, for an overlapped gather of MXFP8 weights."""
     config = chunks[0].ddp_config
     if not (config.reuse_grad_buf_for_mxfp8_param_ag and config.overlap_param_gather):
         return
@@ -336,14 +336,14 @@ def _stage_mxfp8_weights(chunks: list[Any], optimizer: Any) -> None:
 
 
 def without_gather(chunks: list[Any]) -> None:
-    """As Megatron's ``train`` before its first step: the weights are there already."""
+    """Prepare as in Megatron's ``train`` before its first step, with complete weights."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather and chunk.remove_forward_pre_hook_handles:
             chunk.disable_forward_pre_hook(param_sync=False)
 
 
 def with_gather(chunks: list[Any]) -> None:
-    """As Megatron's ``train`` after its first step."""
+    """Continue as in Megatron's ``train`` after its first step."""
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather and not chunk.remove_forward_pre_hook_handles:
             chunk.enable_forward_pre_hook()

@@ -1,4 +1,4 @@
-"""Models and layouts that tests put together."""
+"""Models and layouts for tests."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class TinyModel:
         return self.options.get(name, SIZES.get(name, default))
 
     def parts(self, name: str, shape: torch.Size) -> dict[str, torch.Tensor]:
-        """Rows of every logical matrix of a parameter, said independently of the package.
+        """Return rows of every logical matrix of a parameter, independently of the package.
 
         Returns:
             What follows the parameter's name (``[q]``; nothing for a single matrix) to row indices.
@@ -121,7 +121,7 @@ class TinyModel:
 
 
 def is_matrix(name: str, tensor: torch.Tensor) -> bool:
-    """Which parameters are matrices, said independently of the package."""
+    """Return True for a matrix, independently of the package."""
     adam = ("embedding", "output_layer", "router", "gate_weight")
     return tensor.dim() == 2 and not any(part in name for part in adam)
 

@@ -1,4 +1,4 @@
-"""Whole parameters and gradients of a model from the parts that the ranks hold, and back."""
+"""Assembles whole parameters and gradients of a model from the ranks' shards, and splits them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _of_all_tensor_ranks(
 
 
 def global_name(model: Any, name: str) -> str:
-    """The name that a parameter would have in one process.
+    """Return the name of a parameter in one process.
 
     Args:
         model: this rank's ``GPTModel``.

@@ -7,5 +7,5 @@ from typing import Any
 
 
 def worst_of(*errors: Any) -> float:
-    """The largest error; infinite if one is NaN, which ``max`` would pass over."""
+    """Return the largest error; infinite if one is NaN, which ``max`` would ignore."""
     return max(math.inf if math.isnan(error) else error for error in map(float, errors))

@@ -1,4 +1,4 @@
-"""Saves and loads of a training run, and what a rank must hold after a load, for tests."""
+"""Saves and loads of a training run, and the expected state of a rank, for tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Whole = dict[tuple[str, str], torch.Tensor]
 def content(
     chunks: list[Any], optimizer: Any, schedule: Any, *, is_loading: bool, kind: str
 ) -> dict[str, Any]:
-    """What Megatron's training code stores of model, optimizer and scheduler.
+    """Return the state dict of model, optimizer and scheduler as in Megatron's training code.
 
     Args:
         chunks: Wrapped model chunks.
@@ -98,7 +98,7 @@ def load(
 
 
 def poison(chunks: list[Any], optimizer: Any) -> None:
-    """Overwrite weights and state, so that what is right afterwards has come from a checkpoint."""
+    """Overwrite weights and state, so that correct values must come from a checkpoint."""
     with torch.no_grad():
         for chunk in chunks:
             for parameter in chunk.parameters():
@@ -157,7 +157,7 @@ def state_names(name: str, parameter: torch.Tensor, to_adam: str) -> tuple[str, 
 def whole_state(
     chunks: list[Any], optimizer: Any, to_adam: str = "", *, only_masters: bool = False
 ) -> Whole:
-    """Whole tensors of all state of this rank's part of the model; all ranks call it.
+    """Gather whole tensors of the state of this rank's part of the model; collective.
 
     Args:
         chunks: Wrapped model chunks.

@@ -50,12 +50,12 @@ Runs = Callable[[str, str], tuple[Saved, Saved]]
 
 
 def rows_of(saved: Saved) -> tuple[str, ...]:
-    """Flags that leave out the padding of the vocabulary."""
+    """Return flags that omit the padding of the vocabulary."""
     return ("--vocab-size", "62") if "32" in saved.flags else ()
 
 
 def like(saved: Saved) -> tuple[object, ...]:
-    """Flags that give an import the form of a checkpoint."""
+    """Return flags that give an import the form of a checkpoint."""
     return ("--like", saved.folder, *rows_of(saved))
 
 

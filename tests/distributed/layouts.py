@@ -30,7 +30,7 @@ class Case:
 
     @property
     def note(self) -> str:
-        """What is special of it."""
+        """Special settings of the case."""
         uneven = dict(self.options).get("num_layers_in_first_pipeline_stage")
         notes = ["" if self.overlap_gather else "gather not overlapped"]
         notes.append(f"{uneven} layer in the first stage" if uneven else "")

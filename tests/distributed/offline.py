@@ -29,7 +29,7 @@ ADAM_BUCKETS = ("--optimizer", "adam")
 MUON = ("--optimizer", "muon", "--bf16")
 ADAM_PLAIN = ("--optimizer", "adam", pretraining.NOT_DISTRIBUTED)
 MUON_PLAIN = ("--optimizer", "muon", pretraining.NOT_DISTRIBUTED)
-"""The only way in which megatron-core's muon trains fp32 weights."""
+"""The only supported mode of megatron-core's muon for fp32 weights."""
 MOE = (
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "40"),
     *("--moe-token-dispatcher-type", "alltoall", "--moe-router-load-balancing-type", "none"),
@@ -88,7 +88,7 @@ def train(
 
 
 def convert(source: Path, target: Path, to: str, *flags: str) -> Checkpoint:
-    """By the command line; the source must not change."""
+    """Convert by the command line; the source must not change."""
     before = digest(source)
     assert main(["convert", str(source), str(target), "--to", to, *flags]) == 0
     assert digest(source) == before
@@ -96,7 +96,7 @@ def convert(source: Path, target: Path, to: str, *flags: str) -> Checkpoint:
 
 
 def without_arguments(source: Path, target: Path) -> Path:
-    """A checkpoint of Adam as Megatron-Bridge leaves it, whose common state has no arguments."""
+    """A checkpoint of Adam like Megatron-Bridge's, without arguments in its common state."""
     checkpoint = Checkpoint(source)
     settings = ConvertSettings(to="adam", matrix=MatrixConfig())
     output = plan_conversion(checkpoint, settings)
@@ -121,24 +121,32 @@ def digest(folder: Path) -> dict[str, str]:
 def different(
     first: Path | Checkpoint, second: Path | Checkpoint, starting: str, tolerance: float = 0.0
 ) -> list[str]:
-    """Names that start so, and whose values differ; there must be some that are compared."""
+    """Return differing tensors with a name prefix; at least one must be compared."""
     a, b = (c if isinstance(c, Checkpoint) else Checkpoint(c) for c in (first, second))
-    found = [(name, said) for name, said in compare(a, b, tolerance) if name.startswith(starting)]
+    found = [
+        (name, difference)
+        for name, difference in compare(a, b, tolerance)
+        if name.startswith(starting)
+    ]
     assert found
-    return [f"{name}: {said}" for name, said in found if said is not None]
+    return [f"{name}: {difference}" for name, difference in found if difference is not None]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one sentence of a command that fails."""
+    """Return the single sentence of a failing command."""
     capsys.readouterr()
     assert main(list(arguments)) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("megatron_muon: ") and said.endswith(".\n") and said.count("\n") == 1
-    return said
+    message = capsys.readouterr().err
+    assert (
+        message.startswith("megatron_muon: ")
+        and message.endswith(".\n")
+        and message.count("\n") == 1
+    )
+    return message
 
 
 class Counting(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Text that can be learned: every token is followed by a fixed one."""
+    """Learnable text: every token has a fixed successor."""
 
     def __len__(self) -> int:
         return 10_000

@@ -1,4 +1,4 @@
-"""Prescribed whole matrices, cut to any layout: the rule alone, without a model.
+"""Prescribed whole matrices, sharded to any layout: the rule alone, without a model.
 
 The cutting here is written from Megatron's storage conventions and shares nothing with
 ``megatron_muon.matrices``: row cut, column cut, ``[gate_r; up_r]``, flat bucket shards.
@@ -35,7 +35,7 @@ GROUPS, HEADS, HEAD_DIM = 4, 8, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Whole:
-    """One parameter as one process would hold it; of a stack, ``shape`` is that of one matrix."""
+    """One whole parameter; ``shape`` is that of one matrix of a stack."""
 
     name: str
     shape: tuple[int, int]
@@ -137,7 +137,7 @@ def parts(entry: Whole, split: SplitMode) -> list[torch.Tensor]:
 
 
 def shard(entry: Whole, whole: torch.Tensor, tp: int, tp_rank: int) -> torch.Tensor:
-    """What one TP rank stores of a whole parameter, flat."""
+    """Return one TP rank's shard of a whole parameter, flat."""
     if entry.tp_dim is None or tp == 1:
         return whole.clone().reshape(-1)
     stacked = whole.view(entry.stacked, *entry.shape)
@@ -166,7 +166,7 @@ def unshard(entry: Whole, shards: list[torch.Tensor], tp: int) -> torch.Tensor:
 def sharded_parameters(
     entries: list[Whole], *, tp: int, dp: int, bucket: int
 ) -> list[ShardedParameter]:
-    """Lay the TP shards out in one flat buffer with buckets, as Megatron does: last first."""
+    """Arrange TP shards in one flat buffer with buckets, in Megatron's reverse order."""
     result = []
     position = bucket_start = 0
     members: list[tuple[Whole, int, int]] = []
@@ -246,7 +246,7 @@ class Setting:
     momentum_dtype: torch.dtype | None = None
     ranks_per_node: int | None = None
     spoil_copies: bool = False
-    """Gradients of what is a copy of another TP rank's elements are NaN."""
+    """Gradients of copies of another TP rank's elements are NaN."""
 
 
 def rates(setting: Setting, name: str) -> tuple[float, float]:

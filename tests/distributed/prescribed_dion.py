@@ -1,4 +1,4 @@
-"""Orth-Dion on prescribed whole matrices, cut to any layout: the rule alone, without a model."""
+"""Orth-Dion on prescribed whole matrices, sharded to any layout: the rule alone, no model."""
 
 from __future__ import annotations
 

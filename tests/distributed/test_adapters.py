@@ -1,4 +1,4 @@
-"""Low-rank adapters on real megatron-core layers, named and cut as Megatron-Bridge does."""
+"""Low-rank adapters on real megatron-core layers, named and sharded as in Megatron-Bridge."""
 
 from __future__ import annotations
 

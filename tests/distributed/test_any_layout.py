@@ -51,7 +51,7 @@ def run_at(layout: Layout, **changes: Any) -> Run:
 
 
 def layers_of(layouts: tuple[Layout, ...]) -> int:
-    """As few as the stages of any of them need."""
+    """The minimum for the stages of all of them."""
     return max(2, *(layout.pp * (layout.vpp or 1) for layout in layouts))
 
 

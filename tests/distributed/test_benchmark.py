@@ -1,4 +1,4 @@
-"""What ``make benchmark`` measures, on a model of one small layer."""
+"""Measurements of ``make benchmark``, on a model of one small layer."""
 
 from __future__ import annotations
 

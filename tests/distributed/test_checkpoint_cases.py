@@ -1,4 +1,4 @@
-"""Checkpoints whose layers differ, whose vocabulary is padded otherwise, in bf16; and broken code.
+"""Checkpoints with different layers, vocabulary padding, or bf16; and broken code.
 
 What a load gives is compared bit by bit with the whole tensors of the saved run, and every check
 is shown to see what it is for: the code is broken on purpose, and the check must go red.
@@ -56,7 +56,7 @@ def _save(rank: int, run: Run, folder: Path, kind: str, to_adam: str) -> Whole:
 def saved(
     ranks: Ranks, run: Run, folder: Path, kind: str = "fully_reshardable", to_adam: str = ""
 ) -> Whole:
-    """Two steps and a save; whole tensors of what is in it."""
+    """Run two steps and save; return whole tensors of its content."""
     states = ranks(run.world_size, _save, run, folder, kind, to_adam)
     return {key: tensor for state in states for key, tensor in state.items()}
 
@@ -72,7 +72,7 @@ def _holds(
     to_adam: str = "",
     lose_weights: bool = False,
 ) -> None:
-    """Load, compare, and make one step with what was loaded."""
+    """Load, compare, and run one step from the loaded state."""
     chunks, optimizer, _ = build(run)
     schedule = scheduler(optimizer, run)
     poison(chunks, optimizer)
@@ -144,7 +144,7 @@ def test_another_padding_of_the_vocabulary(
 def test_bf16_weights_are_their_masters_on_every_replica(
     ranks: Ranks, tmp_path: Path, config: MatrixConfig
 ) -> None:
-    """Whatever the model part of the checkpoint held."""
+    """For any content of the model part of the checkpoint."""
     run = run_at(Layout(tp=2, dp=2), config=config, dtype=torch.bfloat16)
     whole = saved(ranks, run, tmp_path / "a")
     for layout in (Layout(tp=2, dp=2), Layout(dp=3)):
@@ -159,7 +159,7 @@ def test_bf16_weights_are_their_masters_on_every_replica(
 def test_weights_of_another_dtype(
     ranks: Ranks, tmp_path: Path, then: torch.dtype, now: torch.dtype
 ) -> None:
-    """Masters keep every bit, though fp32 masters are views of weights that were rounded."""
+    """Masters keep every bit, although fp32 masters are views of rounded weights."""
     whole = saved(ranks, run_at(Layout(tp=2), config=DMUON, dtype=then), tmp_path / "a")
     loading = run_at(Layout(dp=3), config=DMUON, dtype=now)
     ranks(3, _holds, loading, tmp_path / "a", whole, nothing)
@@ -285,7 +285,7 @@ def swap_gate_and_up() -> None:
 
 
 def take_another_ranks_ranges() -> None:
-    """The rank with the first part of a parameter takes as many elements from the end."""
+    """The rank with the first part of a parameter reads as many elements from the end."""
     from megatron_muon.integration import distributed_optimizer
 
     right = distributed_optimizer.sharded_range
@@ -299,7 +299,7 @@ def take_another_ranks_ranges() -> None:
 
 
 def exchange_the_owners_of_factors() -> None:
-    """Every V goes to the owner of the next matrix of the same shape."""
+    """Every V is sent to the owner of the next matrix of the same shape."""
     from megatron_muon.integration import distributed_optimizer
 
     right = distributed_optimizer.sharded_right_factors

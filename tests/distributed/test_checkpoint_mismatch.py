@@ -1,4 +1,4 @@
-"""Checkpoints that do not fit, through ``pretrain()``: one sentence, on every rank, no hang."""
+"""Mismatched checkpoints in ``pretrain()``: one sentence, on every rank, no hang."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def save(ranks: Ranks, folder: Path, flags: Flags, tp: int = 1) -> None:
 
 
 def refused(ranks: Ranks, folder: Path, flags: Flags, tp: int = 1) -> str:
-    """What both ranks said."""
+    """Return the error of both ranks."""
     with pytest.raises(RankFailed) as failed:
         arguments = (folder, folder.with_name("other"), tp, 1, 2, flags)
         ranks(2, pretrain_with_hooks, *arguments, init_process_group=False)
     reports = failed.value.reports
     assert len(reports) == 2
-    said = {report.partition("CheckpointMismatchError: ")[2] for report in reports.values()}
-    (text,) = said
+    messages = {report.partition("CheckpointMismatchError: ")[2] for report in reports.values()}
+    (text,) = messages
     assert f"cannot load {folder}" in text
     return text
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded", "said"),
+    ("saved", "loaded", "message"),
     [
         (DMUON, ORTH_DION, "state of dmuon, and this run uses --optimizer orth_dion: type --opti"),
         (ORTH_DION, DMUON, "state of orth_dion, and this run uses --optimizer dmuon: type --opti"),
@@ -65,12 +65,12 @@ def refused(ranks: Ranks, folder: Path, flags: Flags, tp: int = 1) -> str:
     ],
 )
 def test_mismatched_state_is_refused_by_a_sentence(
-    ranks: Ranks, tmp_path: Path, saved: Flags, loaded: Flags, said: str
+    ranks: Ranks, tmp_path: Path, saved: Flags, loaded: Flags, message: str
 ) -> None:
     folder = tmp_path / "saved"
     save(ranks, folder, saved)
     text = refused(ranks, folder, loaded)
-    assert said in text
+    assert message in text
     assert "--no-load-optim" in text
 
 
@@ -98,21 +98,21 @@ def test_an_incomplete_index_is_reported(ranks: Ranks, tmp_path: Path, damage: s
 
 
 @pytest.mark.parametrize(
-    ("step", "damage", "said"),
+    ("step", "damage", "message"),
     [
         ("1", "metadata.json", "it is incomplete: its metadata.json is missing"),
         ("7", "", "saved has iter_0000001: select one with --ckpt-step"),
     ],
 )
 def test_an_incomplete_checkpoint_is_reported(
-    ranks: Ranks, tmp_path: Path, step: str, damage: str, said: str
+    ranks: Ranks, tmp_path: Path, step: str, damage: str, message: str
 ) -> None:
     folder = tmp_path / "saved"
     save(ranks, folder, DMUON)
     for path in folder.glob("iter_*/metadata.json") if damage else ():
         path.unlink()
     text = refused(ranks, folder, (*DMUON, "--ckpt-step", step))
-    assert said in text and "--ckpt-step" in text
+    assert message in text and "--ckpt-step" in text
 
 
 @pytest.mark.parametrize("file", ["first", "last"])

@@ -64,7 +64,7 @@ def pretrain_with_slow_writes(rank: int, *args: Any) -> Any:
 def test_an_asynchronous_save_holds_the_state_of_its_iteration(
     ranks: Ranks, tmp_path: Path, flags: Flags
 ) -> None:
-    """The writer works while training goes on: it must not see what training does meanwhile."""
+    """The writer runs during training and must not see its changes."""
     background = ("--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore")
     saved = {}
     for name, run, more in (
@@ -112,7 +112,7 @@ def pretrain_until_killed(rank: int, after: float, *args: Any) -> Any:
 def test_a_run_killed_while_saving_ends_as_one_that_was_not(
     ranks: Ranks, tmp_path: Path, kills: int
 ) -> None:
-    """Killed at random moments, it goes on every time from what was saved before."""
+    """Killed at random moments, it continues from the previous save each time."""
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     every = (*DMUON, "--save-interval", "1")
     moments = random.Random(0)
@@ -137,7 +137,7 @@ def test_a_run_killed_while_saving_ends_as_one_that_was_not(
 
 
 def _mend_tracker(folder: Path) -> None:
-    """What an operator does when a kill fell between Megatron's truncating and its writing."""
+    """The repair after a kill between Megatron's truncation and its write."""
     tracker = folder / "latest_checkpointed_iteration.txt"
     if tracker.exists() and not tracker.read_text():
         newest = max(f.parent.name for f in folder.glob("iter_*/metadata.json"))
@@ -166,7 +166,7 @@ def test_a_run_continues_after_its_empty_tracker_was_repaired(ranks: Ranks, tmp_
 
 
 def _one_is_unfinished(ranks: Ranks, folder: Path, flags: Flags) -> bool:
-    """Whether a save was cut off; if so, a run that is told to load it says so."""
+    """Return True for an interrupted save; a run that loads it reports so."""
     tracker = folder / "latest_checkpointed_iteration.txt"
     known = int(tracker.read_text()) if tracker.exists() else 0
     newest = max(folder.glob("iter_*"), default=None)
@@ -185,7 +185,7 @@ def _one_is_unfinished(ranks: Ranks, folder: Path, flags: Flags) -> bool:
 
 
 class CountCollectives(TorchDispatchMode):
-    """Counts operations of process groups, whoever starts them."""
+    """Counts operations of process groups, from any caller."""
 
     def __init__(self) -> None:
         super().__init__()

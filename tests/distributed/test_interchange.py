@@ -1,4 +1,4 @@
-"""import and export: checkpoints of real runs against the weights that the ranks held."""
+"""import and export: checkpoints of real runs against the weights on the ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_weights_equal_those_on_the_ranks(runs: Runs, tmp_path: Path, model: str
 
 @pytest.mark.parametrize("model", ["dense", "experts"])
 def test_fused_weights_are_taken_apart(runs: Runs, tmp_path: Path, model: str) -> None:
-    """Query group by query group, gate before up; said independently of the package."""
+    """Return the split by query groups, gate before up, independently of the package."""
     saved, _ = runs(model, "dmuon")
     found = exported(saved, tmp_path / "hf.pt", "--names", "hf")["model"]
     sizes = (HEADS // GROUPS * HEAD_DIM, HEAD_DIM, HEAD_DIM)
@@ -99,7 +99,7 @@ def test_back_again_everything_has_the_same_bits(
     optimizer: str,
     names: str,
 ) -> None:
-    """Into the form of a run with another seed, whose every value differs."""
+    """Import into the form of a run with another seed, all of whose values differ."""
     saved, other = runs(model, optimizer)
     exported(saved, tmp_path / "file.pt", "--names", names)
     assert tool("verify", saved.folder, other.folder) == 1
@@ -132,7 +132,7 @@ def test_padding_rows_come_back_as_zeros(runs: Runs, tmp_path: Path) -> None:
 def test_megatron_continues_from_an_import(
     runs: Runs, ranks: Ranks, tmp_path: Path, layout: tuple[int, int]
 ) -> None:
-    """Without padding: its rows take part in the loss, and come back as zeros."""
+    """Without padding: its rows contribute to the loss, and are restored as zeros."""
     saved, other = runs("no padding", "orth_dion")
     exported(saved, tmp_path / "file.pt", "--names", "hf")
     arguments = (*like(other), "--names", "hf")
@@ -156,7 +156,7 @@ def _grads(parameters: Mapping[str, torch.Tensor]) -> None:
 
 
 def test_torchs_muon_continues_and_returns(runs: Runs, tmp_path: Path) -> None:
-    """Its momentum after a step is that of the checkpoint with a gradient more."""
+    """Its momentum after a step is the checkpoint's with a further gradient."""
     saved, other = runs("dense", "dmuon")
     flags = ("--format", "torch-muon", "--names", "hf")
     content = exported(saved, tmp_path / "torch.pt", *flags)
@@ -256,7 +256,7 @@ def test_a_sum_is_declared_by_the_user(runs: Runs, tmp_path: Path) -> None:
 
 
 def _flat(state: dict[str, Any]) -> dict[str, Any]:
-    """As torch's ``get_optimizer_state_dict`` flattens it."""
+    """Flatten as in torch's ``get_optimizer_state_dict``."""
     names = dict(
         pair
         for g in state["param_groups"]
@@ -292,9 +292,9 @@ def test_optimizers_in_other_containers_are_restored(
         torch.save(whole, tmp_path / f"{form}.pt")
         capsys.readouterr()
         assert tool("import", tmp_path / f"{form}.pt", tmp_path / form, *like(other)) == 0
-        said = capsys.readouterr().out
-        assert "start at zero" not in said
-        assert ("unused entries of the file: epoch\n" in said) == (form == "tutorial")
+        message = capsys.readouterr().out
+        assert "start at zero" not in message
+        assert ("unused entries of the file: epoch\n" in message) == (form == "tutorial")
         _same_but_for_padding(saved.folder, tmp_path / form)
 
 
@@ -311,9 +311,9 @@ def test_numbered_parameters_are_named_by_a_file(
     assert "name a file with --param-names" in capsys.readouterr().err
     (tmp_path / "names.txt").write_text("\n".join(names))
     assert tool("import", *arguments, "--param-names", tmp_path / "names.txt") == 0
-    said = capsys.readouterr().out
-    assert "states are not in the file (or only one of Adam's two) and start at zero" in said
-    assert "  exp_avg of embedding.word_embeddings.weight" in said
+    message = capsys.readouterr().out
+    assert "states are not in the file (or only one of Adam's two) and start at zero" in message
+    assert "  exp_avg of embedding.word_embeddings.weight" in message
     for state, is_zero in (("momentum_buffer", False), ("exp_avg", True)):
         owner = "decoder.layers.mlp.linear_fc2" if not is_zero else "decoder.final_layernorm"
         found = Checkpoint(tmp_path / "back").read(f"optimizer.state.{state}.{owner}.weight")
@@ -321,15 +321,15 @@ def test_numbered_parameters_are_named_by_a_file(
 
 
 def test_weights_alone(runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A model's state dict: masters are its weights, all else starts at zero and is listed."""
+    """A model's state dict: masters are its weights, other states start at zero and are listed."""
     saved, other = runs("dense", "dmuon")
     weights = exported(saved, tmp_path / "hf.pt", "--names", "hf")["model"]
     torch.save({n: t.bfloat16() for n, t in weights.items()}, tmp_path / "weights.pt")
     arguments = (*like(other), "--names", "hf")
     assert tool("import", tmp_path / "weights.pt", tmp_path / "back", *arguments) == 0
-    said = capsys.readouterr().out
-    assert "momentum_buffer of decoder.layers.0.mlp.linear_fc1.weight" in said
-    assert "its step count starts at 0" in said
+    message = capsys.readouterr().out
+    assert "momentum_buffer of decoder.layers.0.mlp.linear_fc1.weight" in message
+    assert "its step count starts at 0" in message
     back = Checkpoint(tmp_path / "back")
     assert _steps(Checkpoint(other.folder)) == {2} and _steps(back) == {0}
     key = "decoder.layers.mlp.linear_fc1.weight"
@@ -352,10 +352,10 @@ def test_states_without_a_counterpart_are_listed(
     content = exported(saved, tmp_path / "dion.pt")
     capsys.readouterr()
     assert tool("import", tmp_path / "dion.pt", tmp_path / "back", *like(other)) == 0
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     factors = sum(s.startswith("right_factor") for kept in content["state"].values() for s in kept)
-    assert f"{factors} states of the file are left out, as --like" in said
-    assert "multiplied by" in said and "0 states" not in said
+    assert f"{factors} states of the file are left out, as --like" in message
+    assert "multiplied by" in message and "0 states" not in message
 
 
 @pytest.mark.slow

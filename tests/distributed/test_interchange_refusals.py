@@ -1,4 +1,4 @@
-"""import and export of what is wrong: one sentence, and nothing left."""
+"""import and export of invalid inputs: one sentence, and no partial output."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _other_fields(content: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "message"),
     [
         (_rename, "has model.layers.0.nothing.weight, which"),
         (_lose, "lacks the weight model.layers.1.mlp.up_proj.weight; type --partial"),
@@ -75,7 +75,7 @@ def test_an_invalid_file_is_refused_by_a_sentence(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     damage: Callable[[dict[str, Any]], Any],
-    said: str,
+    message: str,
 ) -> None:
     saved, other = runs("dense", "dmuon")
     content = exported(saved, tmp_path / "hf.pt", "--names", "hf")
@@ -83,7 +83,7 @@ def test_an_invalid_file_is_refused_by_a_sentence(
     arguments = (*like(other), "--names", "hf")
     assert tool("import", tmp_path / "wrong.pt", tmp_path / "back", *arguments) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()[-1:]
-    assert said in line
+    assert message in line
     assert not (tmp_path / "back").exists()
 
 
@@ -107,13 +107,13 @@ def test_export_refuses_unsupported_layouts(
 ) -> None:
     saved, _ = runs("dense", "orth_dion")
     path = tmp_path / "file.pt"
-    for flags, said in (
+    for flags, message in (
         (("--vocab-size", "65"), "has 64 rows, fewer than the vocabulary of 65"),
         (("--vocab-size", "0"), "--vocab-size is 0"),
         (("--format", "dion"), "has no single right factor, which Dion requires; type --names hf"),
     ):
         assert tool("export", saved.folder, path, *flags) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
         assert not path.exists()
     exported(saved, path)
     before = path.read_bytes()
@@ -130,7 +130,7 @@ def test_export_refuses_unsupported_layouts(
 
 
 def test_all_rows_of_the_vocabulary_are_kept_by_default(runs: Runs, tmp_path: Path) -> None:
-    """A tokenizer may have rows above the vocabulary that was asked for; none is lost."""
+    """A tokenizer may have rows above the requested vocabulary; none is lost."""
     saved, other = runs("dense", "dmuon")
     assert tool("export", saved.folder, tmp_path / "all.pt") == 0
     content = torch.load(tmp_path / "all.pt", weights_only=True)
@@ -146,8 +146,8 @@ def test_a_reader_that_goes_away_is_no_error(runs: Runs) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
-        said = process.stderr.read()
-    assert b"Traceback" not in said and b"BrokenPipe" not in said
+        message = process.stderr.read()
+    assert b"Traceback" not in message and b"BrokenPipe" not in message
     assert process.returncode == 0
 
 

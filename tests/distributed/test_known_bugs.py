@@ -1,4 +1,4 @@
-"""Reports from other implementations, each shown not to hold here; see ``tests/known_bugs.py``."""
+"""Reports from other implementations, shown not to apply here; see ``tests/known_bugs.py``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_no_parameter_moves_in_its_buffer(ranks: Ranks) -> None:
 
 
 def test_padding_of_buckets_never_reaches_a_matrix(ranks: Ranks) -> None:
-    """M#6740: everything in the gradient buffers that is no parameter is nan."""
+    """M#6740: all padding of the gradient buffers is nan."""
 
     def body(rank: int) -> bool:
         (chunk,), optimizer, _ = build(
@@ -167,8 +167,8 @@ def test_a_loud_gate_leaves_up_its_update(ranks: Ranks, run: Run) -> None:
         after = gather([chunk])
         return [(gradients[n], (before[n] - after[n]) / lr) for n in before if name in n]
 
-    for told in ranks(run.world_size, body):
-        for gradient, update in told:
+    for result in ranks(run.world_size, body):
+        for gradient, update in result:
             for grad, got in zip(gradient.double().chunk(2), update.double().chunk(2), strict=True):
                 expected = max(grad.shape) ** 0.5 * orthogonalize(grad, QUINTIC)
                 assert (got - expected).norm() / expected.norm() < 1e-4
@@ -183,7 +183,7 @@ def test_embeddings_and_heads_go_to_adam_on_every_stage(ranks: Ranks, pp: int, m
         _, optimizer, _ = build(Run(pp=pp, model=model, options=tied))
         return [p.name for c in optimizer.chained_optimizers for p in c.plan.parameters]
 
-    told = ranks(pp, body)
-    names = [name for stage in told for name in stage]
+    results = ranks(pp, body)
+    names = [name for stage in results for name in stage]
     assert names and not any("embedding" in n or "output_layer" in n for n in names)
     assert any(n.startswith("mtp.layers.0.eh_proj") for n in names) == (model == "mtp")

@@ -52,7 +52,7 @@ def test_every_update_equals_the_reference(
 
 
 class TestAWrongVariantFails:
-    """What others shipped is far outside the bound above."""
+    """Defects of other implementations are far outside the bound above."""
 
     def error(self, ranks: Ranks, run: Run) -> float:
         record = merged(ranks(run.world_size, train, run), run)
@@ -80,7 +80,7 @@ class TestAWrongVariantFails:
     def test_experts_exchanged_among_half_their_ranks(
         self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The shards of one expert-TP rank alone, as if they were whole matrices."""
+        """Treat the shards of one expert-TP rank as whole matrices."""
         from megatron_muon.integration import model_parameters
 
         without_expert_tp = property(lambda place: 1 if place.is_expert else place.sizes[0])

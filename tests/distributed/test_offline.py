@@ -1,4 +1,4 @@
-"""Offline conversion of checkpoints that real runs saved, and real runs that go on from them."""
+"""Offline conversion of checkpoints of real runs, and real runs that continue from them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_two_other_layouts_continue_equally(ranks: Ranks, saved: Saves, tmp_path
 def test_upstream_muon_and_dmuon_continue_equally(
     ranks: Ranks, saved: Saves, tmp_path: Path, direction: str
 ) -> None:
-    """The same momentum bit by bit, and the same next update but for the order of sums."""
+    """The same momentum bit for bit, and the same next update up to the order of sums."""
     flags = (*DMUON[:2], "--bf16", *LIKE_UPSTREAM)
     here, there = ((*MUON, *PRECISE), flags)[:: 1 if direction == "muon to dmuon" else -1]
     assert _continue_equally(ranks, saved, tmp_path, (here, there), ("fp32_param of ",)) > 8
@@ -113,7 +113,7 @@ def _continue_equally(
     flags: tuple[tuple[str, ...], tuple[str, ...]],
     weights: tuple[str, ...],
 ) -> int:
-    """How many weights one step changes by a thousand times as much as the two runs are apart."""
+    """Count weights whose change in a step is 1000 times the difference of the two runs."""
     here, there = flags
     source = saved(*here)
     converted = convert(source, tmp_path / "c", there[1])
@@ -131,12 +131,12 @@ def _continue_equally(
 def test_fp32_adam_without_masters_continues(
     ranks: Ranks, saved: Saves, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
 ) -> None:
-    """megatron-core's plain optimizer saves no masters; no weight was said to be a matrix."""
+    """megatron-core's plain optimizer saves no masters; no weight was a matrix."""
     source = saved(*ADAM_PLAIN)
     capsys.readouterr()
     there = convert(source, tmp_path / "c", to, *OF.get(to, ()))
-    said = "this run saved no fp32 masters: its fp32 weights become the masters"
-    assert (said in capsys.readouterr().out) == (to != "muon")
+    message = "this run saved no fp32 masters: its fp32 weights become the masters"
+    assert (message in capsys.readouterr().out) == (to != "muon")
     assert different(source, there, "decoder.") == []
     if to != "muon":
         for name in ("decoder.layers.mlp.linear_fc1.weight", "output_layer.weight"):
@@ -172,13 +172,13 @@ optimizer:
   lr: 0.01
   optimizer: adam
 """
-"""Lines of what Megatron-Bridge writes, for the model of these runs."""
+"""Lines of Megatron-Bridge's file, for the model of these runs."""
 
 
 def test_without_arguments_run_config_defines_fused_weights(
     ranks: Ranks, saved: Saves, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing is guessed: 8 right factors of uncut weights came out where there are 14."""
+    """Nothing is guessed: once 8 right factors of unsplit weights were written instead of 14."""
     bare = without_arguments(saved(*ADAM), tmp_path / "bare")
     command = ("convert", str(bare), str(tmp_path / "c"), "--to", "orth_dion", *RANK)
     for flags, weight, field, whole in (
@@ -190,18 +190,18 @@ def test_without_arguments_run_config_defines_fused_weights(
             "--matrix-no-split-gate-up",
         ),
     ):
-        said = refused(capsys, *command, *flags)
-        assert f"decoder.layers.0.{weight}.weight cannot be split into its matrices" in said
-        assert f"{field} (there are neither saved arguments nor a run_config.yaml)" in said
-        assert f"--run-config that has 'model: {{{field}: …}}'" in said and whole in said
+        message = refused(capsys, *command, *flags)
+        assert f"decoder.layers.0.{weight}.weight cannot be split into its matrices" in message
+        assert f"{field} (there are neither saved arguments nor a run_config.yaml)" in message
+        assert f"--run-config that has 'model: {{{field}: …}}'" in message and whole in message
     folder = Checkpoint(bare).folder
     (folder / "run_config.yaml").write_text(RUN_CONFIG)
     (folder / "train_state.pt").write_bytes(b"not read")
     (folder / "tokenizer").mkdir()
     there = convert(bare, tmp_path / "c", "orth_dion", *RANK)
-    said = capsys.readouterr().out
-    assert "copied unchanged" in said and "run_config.yaml, train_state.pt" in said
-    assert "not copied" in said and "tokenizer; copy" in said
+    message = capsys.readouterr().out
+    assert "copied unchanged" in message and "run_config.yaml, train_state.pt" in message
+    assert "not copied" in message and "tokenizer; copy" in message
     assert (there.folder / "run_config.yaml").read_text() == RUN_CONFIG
     assert main(["inspect", str(tmp_path / "c"), "--hashes"]) == 0
     with_args = convert(saved(*ADAM), tmp_path / "with", "orth_dion", *RANK)
@@ -228,7 +228,7 @@ def test_right_factors_have_the_names_of_training(saved: Saves, tmp_path: Path) 
 
 
 def test_a_restarted_adam_restarts_its_step_count(saved: Saves, tmp_path: Path) -> None:
-    """Bias correction of a state that is zero belongs to step 0, and to no warm first moment."""
+    """Bias correction of zero state belongs to step 0, not to a warm first moment."""
     anew = convert(saved(*DMUON), tmp_path / "adam", "adam")
     groups = anew.common.value["optimizer"]["optimizer"]["param_groups"]
     assert [group["step"] for group in groups] == [0, 0]
@@ -300,20 +300,20 @@ def test_dry_run_writes_nothing(
     capsys.readouterr()
     target = str(tmp_path / "c")
     assert main(["convert", str(saved(*DMUON)), target, "--to", "adam", "--dry-run"]) == 0
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     key = "optimizer.state.exp_avg_sq.decoder.layers.mlp.linear_fc1.weight"
-    assert f"{key}  2x96x32  float32  exp_avg_sq starts at zero" in said
-    assert "exp_avg_sq of decoder.layers.1.mlp.linear_fc1.weight" in said
+    assert f"{key}  2x96x32  float32  exp_avg_sq starts at zero" in message
+    assert "exp_avg_sq of decoder.layers.1.mlp.linear_fc1.weight" in message
     assert not (tmp_path / "c").exists()
 
 
 def test_buckets_are_refused_with_the_way_out(
     saved: Saves, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = refused(
+    message = refused(
         capsys, "convert", str(saved(*ADAM_BUCKETS)), str(tmp_path / "c"), "--to", "dmuon"
     )
-    assert "dp_reshardable" in said and "--dist-ckpt-optim-fully-reshardable" in said
+    assert "dp_reshardable" in message and "--dist-ckpt-optim-fully-reshardable" in message
 
 
 def _truncate(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Conversions of every kind of model and optimizer, and what they cost; the slow tests."""
+"""Conversions of every kind of model and optimizer, and their cost; the slow tests."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saves:
 def test_every_conversion_continues_at_two_other_layouts(
     ranks: Ranks, saved: Saves, tmp_path: Path, model: str, source: str, targets: Flags
 ) -> None:
-    """It is loaded to the last bit at both, and both go on with the same losses."""
+    """It is loaded bit for bit at both, and both continue with the same losses."""
     here = saved(*SOURCES[source], *MODELS[model])
     half = ("--bf16",) if source == "muon" else ()
     layouts: dict[str, dict[str, Any]] = {"tp": {"tp": 2}, "pp": {"pp": 2}}
@@ -75,8 +75,8 @@ def test_every_conversion_continues_at_two_other_layouts(
             train(ranks, tmp_path / target, loaded, flags, **sizes, steps=STEPS)
             assert different(there, loaded, "") == []
             on = tmp_path / f"{target}-{name}-on"
-            told = train(ranks, loaded, on, flags, **sizes, steps=STEPS + 2)
-            losses.append([of_step(told, step, 2) for step in range(2)])
+            results = train(ranks, loaded, on, flags, **sizes, steps=STEPS + 2)
+            losses.append([of_step(results, step, 2) for step in range(2)])
             assert len(different(on, there, "fp32_param of ")) > 8
         assert losses[0] == pytest.approx(losses[1], rel=1e-2 if half else 1e-4)
 
@@ -115,7 +115,7 @@ def test_a_warm_start_is_no_worse_than_a_cold_one(ranks: Ranks, tmp_path: Path) 
         train(ranks, start, start, (*DMUON, *rate), steps=steps, run=pretrain_on_counting)
         convert(start, warm, "orth_dion", *RANK)
         for name, folder, flags in (("warm", warm, ()), ("cold", start, ("--no-load-optim",))):
-            told = train(
+            results = train(
                 ranks,
                 folder,
                 tmp_path / f"{steps}-{name}-on",
@@ -123,7 +123,7 @@ def test_a_warm_start_is_no_worse_than_a_cold_one(ranks: Ranks, tmp_path: Path) 
                 steps=steps + more,
                 run=pretrain_on_counting,
             )
-            losses[name] += [of_step(told, step, more) for step in range(more)]
+            losses[name] += [of_step(results, step, more) for step in range(more)]
         assert losses["warm"][-more] == pytest.approx(losses["cold"][-more], rel=1e-5)
         assert losses["warm"][-1] < losses["warm"][-more]
     assert sum(losses["warm"]) <= 1.005 * sum(losses["cold"])
@@ -145,7 +145,7 @@ def measuring() -> ModuleType:
 def test_memory_does_not_grow_with_the_checkpoint(
     measuring: ModuleType, tmp_path: Path, to: str
 ) -> None:
-    """Beyond what Python and torch need to start: a few chunks, whatever the checkpoint holds."""
+    """Beyond the start of Python and torch: a few chunks, for any checkpoint."""
     measuring.make_checkpoint(tmp_path / "source", 0.3, hidden=512, ffn=1408)
     infos = Checkpoint(tmp_path / "source").tensors.values()
     total, largest = sum(i.nbytes for i in infos), max(i.nbytes for i in infos)

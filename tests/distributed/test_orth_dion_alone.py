@@ -98,7 +98,7 @@ def errors(
 def test_messages_of_16_bits_are_near_the_reference_and_the_same_on_all_ranks(
     ranks: Ranks, tp: int, dp: int, scheme: Any, steps: int, least: float, most: float
 ) -> None:
-    """Off by so much of what the steps have changed; and half of the bytes are sent."""
+    """The error relative to the total change; and half of the bytes are sent."""
     wide = DionSetting(tp=tp, dp=dp, dtype=torch.float32, scheme=scheme, steps=steps)
     narrow = replace(wide, exchange_dtype=torch.bfloat16)
     in_32, in_16 = (ranks(tp * dp, run_dion_rank, setting, model()) for setting in (wide, narrow))
@@ -147,7 +147,7 @@ def test_every_setting_equals_one_process(ranks: Ranks, changes: dict[str, Any],
 
 
 class RawSigns:
-    """The well-known mistake, in place of ``linalg.Refresh``."""
+    """The known mistake, replacing ``linalg.Refresh``."""
 
     def __init__(self, w: torch.Tensor, previous: torch.Tensor, kind: str, **_: Any) -> None:
         self.v, self.core = torch.linalg.qr(w)

@@ -40,7 +40,7 @@ ODD = [
 
 
 def setting_of(scheme: Any, kind: str = "qr", **changes: Any) -> DionSetting:
-    """TP2 x DP2, one step from weights that do not decay."""
+    """TP2 x DP2, one step without weight decay."""
     whole: dict[str, Any] = {
         "tp": 2,
         "dp": 2,
@@ -56,7 +56,7 @@ def setting_of(scheme: Any, kind: str = "qr", **changes: Any) -> DionSetting:
 def updates(
     ranks: Ranks, setting: DionSetting, entries: list[Whole], gradient_of: GradientOf
 ) -> dict[str, torch.Tensor]:
-    """By logical matrix what was subtracted over all steps, without learning rate and scale."""
+    """Return the total update by logical matrix, without learning rate and scale."""
     results = ranks(setting.tp * setting.dp, run_dion_rank, setting, entries, gradient_of)
     wholes = assemble(results, setting, entries, "masters")
     rule = rule_of(setting)
@@ -80,7 +80,7 @@ def updates(
 
 
 def one_process(setting: DionSetting) -> DionSetting:
-    """The same, uncut."""
+    """Return the same for whole matrices."""
     return replace(setting, tp=1, dp=1)
 
 
@@ -180,7 +180,7 @@ def test_odd_shapes_and_ranks(ranks: Ranks, scheme: Any, kind: str, fraction: fl
 def test_a_nan_on_one_rank_is_seen_by_all_holders_of_its_matrix_only(
     ranks: Ranks, scheme: Any
 ) -> None:
-    """The optimizer skips such a step; here it is let through: nothing hangs, no other is hurt."""
+    """The optimizer skips such a step; here it runs: nothing hangs, no other matrix is affected."""
 
     def spoilt(entry: Whole, step: int, dtype: torch.dtype) -> torch.Tensor:
         grad = gradient(entry, step, dtype)

@@ -39,7 +39,7 @@ there to find, a wrong factor or one rounded to 16 bits, is wrong by 1e-3 and mo
 
 
 def settings(**changed: Any) -> MatrixConfig:
-    """Updates so large that the rounding of fp32 weights is small beside them."""
+    """Updates so large that the rounding of fp32 weights is negligible."""
     values = {"optimizer": "orth_dion", "scale_mode": "spectral", "min_dim": 1, "rules": RATES}
     return MatrixConfig(**values | changed)
 
@@ -52,7 +52,7 @@ def settings(**changed: Any) -> MatrixConfig:
     ],
 )
 def test_every_update_equals_the_reference(ranks: Ranks, number: int, case: Case) -> None:
-    """The right factor and the exchange take turns over the cases.
+    """Alternate right factor and exchange over the cases.
 
     Not at full rank: there fp32 drops what float64 keeps, directions below 1e-5 of the largest.
     """
@@ -102,7 +102,7 @@ def test_every_update_equals_the_reference(ranks: Ranks, number: int, case: Case
     ],
 )
 def test_resumed_run_is_bit_equal(ranks: Ranks, tmp_path: Path, run: Run) -> None:
-    """M, V and weights come back; V is written by the owner of each matrix."""
+    """M, V and weights are restored; V is written by the owner of each matrix."""
     straight = ranks(run.world_size, train_between, run, 0, 6, None, None)
     ranks(run.world_size, train_between, run, 0, 3, None, tmp_path)
     resumed = ranks(run.world_size, train_between, run, 3, 6, tmp_path, None)
@@ -116,7 +116,7 @@ def test_resumed_run_is_bit_equal(ranks: Ranks, tmp_path: Path, run: Run) -> Non
 
 @pytest.mark.parametrize("saved", ["orth_dion", "dmuon"])
 def test_state_of_another_optimizer_is_refused(ranks: Ranks, tmp_path: Path, saved: str) -> None:
-    """Its momentum has the same name and is another thing."""
+    """Its momentum has the same name and another meaning."""
     other = {"orth_dion": "dmuon", "dmuon": "orth_dion"}[saved]
     save, load = (Run(dp=2, config=settings(optimizer=name)) for name in (saved, other))
     ranks(2, train_between, save, 0, 2, None, tmp_path)

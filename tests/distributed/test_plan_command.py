@@ -1,4 +1,4 @@
-"""``python -m megatron_muon.plan``: a small model at 16 ranks that do not exist."""
+"""``python -m megatron_muon.plan``: a small model at 16 virtual ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _plan(*ours: str, script: tuple[str, ...] = ()) -> subprocess.CompletedProce
 
 @pytest.fixture(scope="module", params=["dmuon", "orth_dion"])
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The report, of a command with a rule that reaches the first stage only."""
+    """The report of a command with a rule that matches the first stage only."""
     folder = tmp_path_factory.mktemp("plan")
     rule = "decoder.layers.0.mlp.linear_fc1.weight:optimizer=adam"
     done = _plan(
@@ -118,11 +118,11 @@ def test_our_flags_are_checked_together_before_anything_is_built(
 ) -> None:
     none = str(tmp_path / "none" / "report.json")
     assert main(["--world-size", "0", "--json", none, "--cost-table", none, "none.py"]) == 2
-    said = capsys.readouterr().err
-    assert "--world-size is 0: type a number of at least 1" in said
-    assert f"--json {none} is not a file in an existing folder" in said
-    assert "script none.py does not exist" in said
-    assert f"--cost-table {none} cannot be read" in said
+    message = capsys.readouterr().err
+    assert "--world-size is 0: type a number of at least 1" in message
+    assert f"--json {none} is not a file in an existing folder" in message
+    assert "script none.py does not exist" in message
+    assert f"--cost-table {none} cannot be read" in message
     assert main(["none.py"]) == 2
     assert "type --world-size and the number of GPUs" in capsys.readouterr().err
     assert main(["--world-siz", "8", "none.py"]) == 2

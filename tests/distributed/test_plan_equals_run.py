@@ -1,4 +1,4 @@
-"""What ``python -m megatron_muon.plan`` says of a command is what four gloo ranks then count."""
+"""``python -m megatron_muon.plan`` predicts the counts of four gloo ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.distributed.pretraining import flags, pretrain_with_our_hooks
 
 ROOT = Path(__file__).parents[2]
 FP32 = ("--dmuon-compute-dtype", "fp32", "--dmuon-exchange-dtype", "fp32")
-"""What a CPU chooses; a GPU would iterate in bf16."""
+"""The dtype on a CPU; a GPU would use bf16."""
 
 
 def _counters(rank: int, *args: Any) -> list[tuple[int, int, int]]:

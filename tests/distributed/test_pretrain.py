@@ -22,7 +22,7 @@ ORTH_DION = (
 
 
 def pretrain_with_hooks(rank: int, *args: Any) -> tuple[list[float], dict[str, Any]]:
-    """Losses, and what Megatron's arguments and optimizer became."""
+    """Return losses, and the resulting arguments and optimizer of Megatron."""
     losses, optimizer = pretrain_with_our_hooks(rank, *args)
     from megatron.training import get_args
 

@@ -1,4 +1,4 @@
-"""A run that was stopped and resumed is the run that was not, bit by bit, at the same layout."""
+"""A resumed run equals an uninterrupted one bit for bit, at the same layout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Ranks = Callable[..., list[Any]]
 def test_resumed_run_is_bit_equal(
     ranks: Ranks, tmp_path: Path, tp: int, dp: int, pp: int, half: int, dtype: torch.dtype
 ) -> None:
-    """Without interruption, or one half, a torch_dist checkpoint, a new process, the other."""
+    """Uninterrupted, or in two halves with a torch_dist checkpoint and a new process."""
     run = Run(tp=tp, dp=dp, pp=pp, dtype=dtype, overlap=pp == 1)
     world = run.world_size
     straight = ranks(world, train_between, run, 0, 2 * half, None, None)

@@ -105,7 +105,7 @@ def test_large_batches_are_computed_part_by_part(
 
 
 def test_many_waves_within_the_buffer(ranks: Ranks) -> None:
-    """A buffer that holds few matrices makes many waves; the result is the same."""
+    """A buffer for few matrices results in many waves; the result is the same."""
     setting = Setting(tp=2, dp=2, dtype=torch.float64, layers=4, buffer_mb=0.06, steps=4)
     entries = model(4)
     assert len(plan_of(setting, entries).main.waves) >= 4
@@ -119,7 +119,7 @@ def test_more_ranks_than_matrices(ranks: Ranks) -> None:
 
 
 def test_a_rank_without_any_element(ranks: Ranks) -> None:
-    """Buckets smaller than one shard a rank leave the last ranks with padding only."""
+    """Buckets smaller than one shard per rank leave only padding on the last ranks."""
     setting = Setting(tp=1, dp=4, dtype=torch.float64, steps=4, bucket=1)
     entries = [Whole(name="layers.0.small.weight", shape=(3, 5), tp_dim=None)]
     (parameter,) = plan_of(setting, entries).parameters
@@ -129,7 +129,7 @@ def test_a_rank_without_any_element(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_only_one_copy_is_a_source(ranks: Ranks, nesterov: bool) -> None:
-    """Other copies of a replicated weight give nothing, also where their rank is the owner."""
+    """Other copies of a replicated weight contribute nothing, even if their rank is the owner."""
     setting = Setting(
         tp=2, dp=2, dtype=torch.float64, steps=3, nesterov=nesterov, spoil_copies=True
     )
@@ -164,9 +164,9 @@ def test_other_splits(ranks: Ranks, split: SplitMode, tp: int, dp: int) -> None:
 def test_counts_equal_the_prediction(
     ranks: Ranks, tp: int, dp: int, buffer_mb: float, momentum: torch.dtype
 ) -> None:
-    """Bytes and orthogonalizations are counted where they happen; the plan predicts them.
+    """Bytes and orthogonalizations are counted at run time; the plan predicts them.
 
-    So are the copies in which 16-bit momenta are summed, as many at once as there is room.
+    So are the copies in which 16-bit momenta are summed, as many at a time as fit.
     """
     setting = Setting(
         tp=tp,
@@ -193,7 +193,7 @@ def test_counts_equal_the_prediction(
 
 
 class TestAWrongVariantFails:
-    """The equality tests can fail: each defect that others shipped is far outside the bound."""
+    """The equality tests can fail: defects of other implementations are far outside the bound."""
 
     setting = Setting(tp=2, dp=2, dtype=torch.float64, steps=3)
 

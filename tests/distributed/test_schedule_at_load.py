@@ -1,4 +1,4 @@
-"""Megatron's flags about the schedule decide at a load on every rate, of matrices as of Adam's."""
+"""Megatron's schedule flags determine all rates at a load, for matrices as for Adam."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _at_step(rank: int, rates: Rates) -> set[tuple[Any, ...]]:
     ],
 )
 def test_rates_of_the_checkpoint(ranks: Ranks, tmp_path: Path, saved: Rates, other: Rates) -> None:
-    """Learning rate and weight decay of every group; the run goes on as if it had not stopped."""
+    """Learning rate and weight decay of every group; the run continues as if uninterrupted."""
     expected = ranks(2, _run, saved, TAKE_SAVED, tmp_path, saved)
     found = ranks(2, _run, other, TAKE_SAVED, tmp_path, None)
     assert len(expected[0][0]) > 2

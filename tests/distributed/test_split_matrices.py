@@ -1,4 +1,4 @@
-"""Matrices that several ranks compute together, against one float64 process; rule and exchange."""
+"""Matrices split among several ranks, against one float64 process; rule and exchange."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_equals_one_process(ranks: Ranks, tp: int, dp: int, stage: str) -> None:
 
 
 def split_among_nodes(setting: Setting, entries: list[Whole]) -> set[int]:
-    """Of the matrices that several ranks compute, on how many nodes."""
+    """Return the number of nodes of each split matrix."""
     schemes = plan_of(setting, entries).schemes
     return {scheme.team.nodes for scheme in schemes if isinstance(scheme, Panels)}
 
@@ -135,7 +135,7 @@ def test_in_fp32(ranks: Ranks, tp: int, dp: int) -> None:
 def test_other_dtypes(
     ranks: Ranks, exchange: torch.dtype, compute: torch.dtype, bound: float
 ) -> None:
-    """What travels and what is computed have dtypes of their own; so have norms."""
+    """Messages, products and norms have different dtypes."""
     setting = setting_of(2, 2, dtype=exchange, compute_dtype=compute, steps=1)
     entries = STAGES["large and small"]
     assert plan_of(setting, entries).split.waves
@@ -146,7 +146,7 @@ def test_other_dtypes(
 @pytest.mark.parametrize("bucket", [1, 10**6], ids=["one-each", "single"])
 @pytest.mark.parametrize(("tp", "dp"), [(1, 4), (2, 3)])
 def test_any_bucket_size(ranks: Ranks, tp: int, dp: int, bucket: int) -> None:
-    """Some ranks hold nothing of a matrix that they compute a part of, or nothing at all."""
+    """Some ranks have no elements of a matrix of which they compute a part, or none at all."""
     entries = [Whole(name="l.0.tiny.weight", shape=(4, 6), tp_dim=None), *STAGES["tall, columns"]]
     setting = setting_of(tp, dp, bucket=bucket)
     assert errors(ranks, setting, entries) < TOLERANCE[torch.float64]
@@ -154,7 +154,7 @@ def test_any_bucket_size(ranks: Ranks, tp: int, dp: int, bucket: int) -> None:
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_a_whole_model_in_several_waves(ranks: Ranks, nesterov: bool) -> None:
-    """Shared matrices go between waves of others."""
+    """Split matrices are computed between waves of others."""
     entries = [*model(2), Whole(name="layers.2.large.weight", shape=(96, 120), tp_dim=1)]
     setting = setting_of(2, 2, buffer_mb=0.5, nesterov=nesterov, steps=4)
     plan = plan_of(setting, entries)
@@ -164,7 +164,7 @@ def test_a_whole_model_in_several_waves(ranks: Ranks, nesterov: bool) -> None:
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 4), (2, 2)])
 def test_later_waves_that_end_before_earlier_ones(ranks: Ranks, tp: int, dp: int) -> None:
-    """A square matrix takes more messages than a long one; no wave may have another's buffers."""
+    """A square matrix needs more messages than a long one; waves must not share buffers."""
     entries = [
         Whole(name=f"l.{number}.weight", shape=shape, tp_dim=0)
         for number, shape in enumerate([(96, 96), (48, 192), (48, 192), (96, 96), (48, 192)])
@@ -186,7 +186,7 @@ def test_later_waves_that_end_before_earlier_ones(ranks: Ranks, tp: int, dp: int
     ("tp", "dp", "per_node"), [(1, 4, None), (2, 2, None), (2, 3, None), (2, 2, 2), (2, 3, 2)]
 )
 def test_counts_equal_the_prediction(ranks: Ranks, tp: int, dp: int, per_node: int | None) -> None:
-    """Bytes, buffers and operations are counted where they happen; the plan predicts them."""
+    """Bytes, buffers and operations are counted at run time; the plan predicts them."""
     # On several nodes with one large matrix only: of two each node has one.
     entries = STAGES["large and small"][: None if per_node is None else 2] + STAGES["replicated"]
     setting = setting_of(tp, dp, dtype=torch.float32, steps=2, ranks_per_node=per_node)
@@ -275,7 +275,7 @@ class TestAWrongVariantFails:
         assert found > 1e-3
 
     def test_nodes_in_another_order(self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Block rows of a group come as if its nodes were numbered the other way round."""
+        """Block rows of a group arrive with its nodes in reverse order."""
 
         def wrong(original: Any) -> Any:
             def share(own: Any, rows: torch.Tensor, **squares: torch.Tensor) -> Any:
@@ -294,7 +294,7 @@ class TestAWrongVariantFails:
     def test_block_rows_in_another_order(
         self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A rank sends the rows of its block last first."""
+        """A rank sends the rows of its block in reverse order."""
 
         def wrong(original: Any) -> Any:
             def share(own: Any, rows: torch.Tensor, **squares: torch.Tensor) -> Any:
@@ -308,7 +308,7 @@ class TestAWrongVariantFails:
     def test_columns_of_panels_in_another_order(
         self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """What is copied into a panel, and out of its update, comes with its columns reversed."""
+        """Columns are reversed when copied into a panel and out of its update."""
 
         def wrong(original: Any) -> Any:
             def copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -89,8 +89,8 @@ def test_the_startup_table_lists_split_matrices(
     ranks: Ranks, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ranks(RUN.world_size, _split_ranks, RUN)
-    said = capfd.readouterr().out
-    assert " split among " in said
+    message = capfd.readouterr().out
+    assert " split among " in message
 
 
 def test_nothing_is_split_unless_requested(
@@ -100,8 +100,8 @@ def test_nothing_is_split_unless_requested(
     monkeypatch.setattr(support, "stray_setting_problems", lambda settings: [])
     run = replace(RUN, config=replace(SPLIT, split_ranks=1))
     assert not any(ranks(run.world_size, _split_ranks, run))
-    said = capfd.readouterr().out
-    assert "dominates the balance; --dmuon-split-ranks auto would split it" in said
+    message = capfd.readouterr().out
+    assert "dominates the balance; --dmuon-split-ranks auto would split it" in message
 
 
 def _owners(rank: int, run: Run, table: Path | None, per_node: int | None) -> Any:
@@ -159,16 +159,16 @@ def test_another_table_on_one_rank_is_refused(ranks: Ranks, tmp_path: Path) -> N
         assert "the content of --dmuon-cost-table differ between ranks" in report
 
 
-def _nodes(rank: int, said: str, per_node: int | None) -> int:
-    os.environ["LOCAL_WORLD_SIZE"] = said
+def _nodes(rank: int, message: str, per_node: int | None) -> int:
+    os.environ["LOCAL_WORLD_SIZE"] = message
     return int(_owners(rank, RUN, None, per_node)[2])
 
 
 @pytest.mark.parametrize(
-    ("said", "per_node", "expected"),
+    ("message", "per_node", "expected"),
     [("8", None, 8), ("4", None, 4), ("?", None, 8), ("4", 2, 2), ("8", 3, 3), ("2", 16, 8)],
 )
 def test_nodes_come_from_the_flag_or_from_torchrun(
-    ranks: Ranks, said: str, per_node: int | None, expected: int
+    ranks: Ranks, message: str, per_node: int | None, expected: int
 ) -> None:
-    assert set(ranks(8, _nodes, said, per_node)) == {expected}
+    assert set(ranks(8, _nodes, message, per_node)) == {expected}

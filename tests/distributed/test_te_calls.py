@@ -32,8 +32,8 @@ def _calls(rank: int, version: str, recipe: str, overlap: bool) -> list[str]:
     extension.calls.clear()
     assert optimizer.step()[0]
     finish_gather(chunks, optimizer)
-    told = ((name, len(list(same))) for name, same in groupby(extension.calls))
-    return [name if count == 1 else f"{name} x {count}" for name, count in told]
+    runs = ((name, len(list(same))) for name, same in groupby(extension.calls))
+    return [name if count == 1 else f"{name} x {count}" for name, count in runs]
 
 
 @pytest.mark.parametrize("version", loading.VERSIONS)

@@ -1,4 +1,4 @@
-"""What must not go wrong on real megatron-core: skipped steps, empty models, rules, resume."""
+"""Edge cases on real megatron-core: skipped steps, empty models, rules, resume."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_wrong_megatron_settings_are_refused_together(ranks: Ranks) -> None:
 
 
 def _made(rank: int, config: dict[str, Any], ddp: dict[str, Any]) -> Any:
-    """Rule and splits of an optimizer that is made without ``MatrixConfig``, or what is refused."""
+    """Rule and splits of an optimizer built without ``MatrixConfig``, or its refusals."""
     from megatron.core.optimizer import OptimizerConfig
 
     import megatron_muon
@@ -270,7 +270,7 @@ def _made(rank: int, config: dict[str, Any], ddp: dict[str, Any]) -> Any:
 
 
 def test_megatrons_own_settings_of_muon_are_used(ranks: Ranks) -> None:
-    """What Megatron's configuration says of muon is what trains, where no MatrixConfig is given."""
+    """Without a MatrixConfig the muon settings of Megatron's configuration are used."""
     config = {
         "muon_momentum": 0.5,
         "muon_nesterov": True,
@@ -348,7 +348,7 @@ def test_scheduler_is_used(ranks: Ranks) -> None:
     ],
 )
 def test_ranks_with_different_settings_do_not_start(ranks: Ranks, rank_two: MatrixConfig) -> None:
-    """Nobody would notice: every rank would apply another update to its own range."""
+    """It would be silent: every rank would apply a different update to its own range."""
 
     def body(rank: int) -> str:
         layout(tp=2)
@@ -371,7 +371,7 @@ def test_ranks_with_different_configurations_of_megatron_do_not_start(ranks: Ran
 
 
 def _above_the_threshold(rank: int, threshold: float) -> Any:
-    """One step of a model of which ranks 2 and 3 own nothing: 64 elements in a bucket of 128."""
+    """One step of a model without elements on ranks 2 and 3: 64 elements in a bucket of 128."""
     from megatron.core.optimizer import OptimizerConfig
 
     import megatron_muon
@@ -399,7 +399,7 @@ def _above_the_threshold(rank: int, threshold: float) -> Any:
 
 
 def test_a_norm_above_the_threshold_skips_the_step_on_every_rank(ranks: Ranks) -> None:
-    """Megatron decides it rank by rank, where there are parameters; the others would step alone."""
+    """Megatron decides it per rank with parameters; the others would step alone."""
     results = ranks(4, _above_the_threshold, 1e-6, timeout=60)
     assert [count for *_, count in results] == [1, 1, 0, 0]
     for stepped, unchanged, norm, _ in results:
@@ -442,7 +442,7 @@ def test_a_tied_embedding_cannot_be_a_matrix(ranks: Ranks) -> None:
 
 
 def test_rates_hold_without_a_scheduler(ranks: Ranks) -> None:
-    """A loop of one's own need not have Megatron's scheduler."""
+    """A custom loop need not have Megatron's scheduler."""
 
     def body(rank: int) -> Any:
         layout()

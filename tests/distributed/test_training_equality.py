@@ -19,11 +19,11 @@ Ranks = Callable[..., list[Any]]
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4)]
 RULES = MatrixConfig(min_dim=1, rules=RATES)
 SEVERAL_WAVES = [MatrixConfig(exchange_buffer_mb=mb, min_dim=1, rules=RATES) for mb in (0.06, 0.04)]
-"""So small that the tiny GPT takes several waves on two to four ranks, and on eight."""
+"""So small that the tiny GPT needs several waves on two to eight ranks."""
 
 
 def variant(tp: int, dp: int, *, demanding: bool) -> Run:
-    """Plain with clipping that binds; or overlap, several buckets and waves, sequence parallel."""
+    """Plain with active clipping; or overlap, several buckets and waves, sequence parallel."""
     if demanding:
         return Run(
             options=(("layers", 4),),
@@ -108,7 +108,7 @@ def test_bf16_replicas_are_bit_equal(ranks: Ranks, tp: int, dp: int) -> None:
 def test_sixteen_bits_are_near_the_reference_and_the_same_on_all_ranks(
     ranks: Ranks, tp: int, dp: int, compute: str, exchange: str, bound: float
 ) -> None:
-    """What travels in bf16 is counted as such; an owner's own piece is rounded like the others'."""
+    """bf16 messages are counted as such; an owner's own elements are rounded as well."""
     config = MatrixConfig(compute_dtype=compute, exchange_dtype=exchange, min_dim=1, nesterov=True)
     run = Run(tp=tp, dp=dp, steps=4, overlap=True, config=config)
     results = ranks(run.world_size, train, run)
@@ -125,7 +125,7 @@ def test_sixteen_bits_are_near_the_reference_and_the_same_on_all_ranks(
 
 
 def distance(results: list[dict[str, Any]], base: dict[str, Any]) -> float:
-    """How far a run ended from the one-process run, in units of the way that that one went."""
+    """Return the final distance from the one-process run relative to that run's total change."""
     end, start, other = base["last"], base["first"], results[0]["last"]
     gone = sum(float((end[n].double() - start[n].double()).norm() ** 2) for n in end) ** 0.5
     off = sum(float((end[n].double() - other[n].double()).norm() ** 2) for n in end) ** 0.5
@@ -182,7 +182,7 @@ def test_pipeline_stages_have_plans_of_their_own(ranks: Ranks, nesterov: bool) -
 
 
 class TestAWrongVariantFails:
-    """What others shipped is far outside the bound of the equality test."""
+    """Defects of other implementations are far outside the bound of the equality test."""
 
     run = Run(tp=2, dp=2, overlap=True, steps=3)
 

@@ -1,4 +1,4 @@
-"""What else of megatron-core 0.19 writes, reads or steers weights leaves the optimizer right.
+"""Other writers and readers of weights in megatron-core 0.19 keep the optimizer correct.
 
 What writes weights of which the optimizer keeps fp32 masters is refused, see
 ``megatron_muon.integration.refusals`` (--qk-clip and others). What is left, read in its source:
@@ -85,7 +85,7 @@ def test_router_biases_move_beside_the_optimizer(ranks: Ranks, options: Any) -> 
 
 
 def _reloaded(rank: int, run: Run, source: str) -> tuple[int, int, bool]:
-    """Weights that were written from elsewhere: (masters that follow, masters, a step is right)."""
+    """Weights written elsewhere: (updated masters, masters, a step is correct)."""
     chunks, optimizer, _ = training.build(run)
     train_step(chunks, optimizer, 0, global_batch=16)
     gather(chunks)
@@ -105,8 +105,8 @@ def _reloaded(rank: int, run: Run, source: str) -> tuple[int, int, bool]:
     for child in optimizer.chained_optimizers:
         for parameter, main in child._main_shards.items():
             place = child._get_model_param_range_map(parameter)["param"]
-            told = exact[parameter] if source == "state dict" else parameter.detach().float()
-            followed += torch.equal(main, told.view(-1)[place.start : place.end])
+            expected = exact[parameter] if source == "state dict" else parameter.detach().float()
+            followed += torch.equal(main, expected.view(-1)[place.start : place.end])
             masters += 1
     # A step goes on from there: no weight goes back to where it was before.
     train_step(chunks, optimizer, 1, global_batch=16)

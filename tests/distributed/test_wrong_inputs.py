@@ -1,4 +1,4 @@
-"""Everything wrong is refused through the launcher: a sentence, code 2 on every rank, no hang."""
+"""Invalid inputs are refused by the launcher: a sentence, code 2 on every rank, no hang."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def launch(rank: int, script: str, flags: list[str]) -> tuple[int, str]:
 
     from megatron_muon.integration.launcher import main
 
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
+    message = io.StringIO()
+    with contextlib.redirect_stderr(message):
         code = main(["--cpu", script, *flags])
-    return code, said.getvalue()
+    return code, message.getvalue()
 
 
 @pytest.mark.parametrize(

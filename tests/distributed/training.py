@@ -34,7 +34,7 @@ RATES = (
     Rule(pattern="*.linear_proj.weight", lr_mult=2.0),
     Rule(pattern="*_layernorm.weight", lr_mult=2.0, wd_mult=0.5),
 )
-"""Rules by which parameters beside one another, experts too, have rates of their own."""
+"""Rules that give adjacent parameters, including experts, different rates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class Run(Layout):
 
     @property
     def layers(self) -> int:
-        """As few as the stages need: collectives of every layer are what takes time."""
+        """As few as the stages need, as collectives of every layer dominate the time."""
         uneven = "num_layers_in_first_pipeline_stage" in dict(self.options)
         return max(SIZES["layers"], self.pp * (self.vpp or 1)) + uneven
 
@@ -97,7 +97,7 @@ class Run(Layout):
 
     @property
     def gathers_early(self) -> bool:
-        """Whether the parameter gather is overlapped with the next forward."""
+        """True if the parameter gather is overlapped with the next forward."""
         return self.overlap if self.overlap_gather is None else self.overlap_gather
 
 
@@ -297,7 +297,7 @@ def merged(results: list[dict[str, Any]], run: Run) -> dict[str, Any]:
         whole[key] = {n: t for result in results for n, t in result[key].items()}
     whole["steps"] = [
         tuple(
-            {n: t for told in step if told is not None for n, t in told[kind].items()}
+            {n: t for part in step if part is not None for n, t in part[kind].items()}
             for kind in (0, 1)
         )
         for step in zip(*(r["steps"] for r in results if r["steps"]), strict=True)

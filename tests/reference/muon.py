@@ -1,4 +1,4 @@
-"""Muon and AdamW on whole matrices, in one process, in float64: what every layout must reproduce.
+"""Muon and AdamW on whole matrices, in one process, in float64: the reference of all layouts.
 
 Written from the formulas alone. Imports nothing of ``megatron_muon``, so that a mistake cannot be
 on both sides of a comparison; slow and plain on purpose.

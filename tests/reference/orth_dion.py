@@ -1,4 +1,4 @@
-"""Orth-Dion and Dion on whole matrices, in one process, in float64: what every layout reproduces.
+"""Orth-Dion and Dion on whole matrices, in one process, in float64: the reference of all layouts.
 
 Written from the papers' boxes alone. Imports nothing of ``megatron_muon``, so that a mistake cannot
 be on both sides of a comparison; slow and plain on purpose. Only for what the boxes define: B is
@@ -61,7 +61,7 @@ def orth_dion_step(
 def plain_dion_step(
     momentum_matrix: Tensor, grad: Tensor, v: Tensor, *, momentum: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for Dion as in github.com/microsoft/dion: QR of raw signs, an epsilon."""
+    """Return the same for Dion of github.com/microsoft/dion: QR of raw signs, an epsilon."""
     b = momentum_matrix + grad
     u = torch.linalg.qr(b @ v)[0]
     r = b.T @ u
@@ -71,7 +71,7 @@ def plain_dion_step(
 def raw_sign_step(
     momentum_matrix: Tensor, grad: Tensor, v: Tensor, *, momentum: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The well-known mistake: both factors from QR, whose diagonal has signs left to chance."""
+    """Return the known mistake: both factors from QR, whose diagonal has arbitrary signs."""
     b = momentum_matrix + grad
     u = torch.linalg.qr(b @ v)[0]
     w = b.T @ u
@@ -146,7 +146,7 @@ class ReferenceOrthDion:
         return updates
 
     def _direction(self, label: str, grad: Tensor) -> Tensor:
-        """extra·s·UVᵀ of one logical matrix, whose state moves on."""
+        """Return extra·s·UVᵀ of one logical matrix and update its state."""
         rows, columns = grad.shape
         tall = grad if rows >= columns else grad.T
         if label not in self.momenta:

@@ -1,4 +1,4 @@
-"""What a step may cost at true scale, beside what it costs by the golden figures."""
+"""Upper limits of a step's cost at full scale, for the golden figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Value = Callable[[Figures], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """The most that a figure may be.
+    """The upper limit of a figure.
 
     Attributes:
         what: The figure.

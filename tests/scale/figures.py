@@ -36,7 +36,7 @@ def mean_flops(domain: Mapping[str, Any]) -> float:
 
 
 def differences(golden: Any, found: Any, where: str = "") -> list[str]:
-    """What is not the same, one line for each figure."""
+    """Return differences, one line per figure."""
     if not (isinstance(golden, dict) and isinstance(found, dict)):
         return [] if golden == found else [f"{where.strip('/')}: {golden} was, {found} is"]
     return [

@@ -1,4 +1,4 @@
-"""Counts one step of cases, each in a process of its own that has Megatron imported.
+"""Counts one step of cases, each in its own process with Megatron imported.
 
     python -m tests.scale.measure 'llama3-8b on 64: dmuon' …
 

@@ -196,12 +196,12 @@ class Case:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether emerging-optimizers' kernel is there, which takes one matrix at a time."""
+        """True with emerging-optimizers' kernel, which processes one matrix at a time."""
         return "symmetric kernel" in self.optimizer
 
     @property
     def is_fast(self) -> bool:
-        """Whether it is among the tests that one runs all the time."""
+        """True if it is among the quick tests."""
         return self.layout.name in _FAST and (self.stage, self.optimizer) in (
             ("middle", "dmuon"),
             ("middle", "orth_dion"),

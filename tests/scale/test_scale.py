@@ -1,4 +1,4 @@
-"""Megatron and our step at the size of the users' models, in the fake world of ``dry_run``.
+"""Megatron and our step at the size of the users' models, on fake tensors (``dry_run``).
 
 ``figures.json`` holds exact counts, all of them; ``python -m tests.scale.update`` rewrites it.
 """
@@ -79,7 +79,7 @@ def test_dmuon_never_waits_for_a_value(case: str) -> None:
 
 
 def _marked(what: str, unmet: str, value: float, *, reached: Any) -> Any:
-    """A case that is expected to fail, and says so when it no longer does, if a reason is given."""
+    """A case expected to fail strictly, if a reason is given."""
     reason = f"{value:.2f} is reached: {unmet}"
     marks = [pytest.mark.xfail(strict=True, reason=reason, raises=AssertionError)] if unmet else []
     return pytest.param(reached, id=what, marks=marks)

@@ -1,4 +1,4 @@
-"""What may import what, what is public, and that importing needs nothing that may be missing."""
+"""Allowed imports, public names, and imports without optional packages."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Import:
 
 
 def _imports(tree: ast.AST, package: str) -> Iterator[Import]:
-    """Every import of a file, ``importlib.import_module("…")`` included."""
+    """Yield every import of a file, including ``importlib.import_module("…")``."""
 
     def walk(node: ast.AST, late: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
@@ -118,7 +118,7 @@ def _imports(tree: ast.AST, package: str) -> Iterator[Import]:
 
 
 def _distributed_names(tree: ast.AST) -> set[str]:
-    """Names of torch.distributed that a file uses, whatever it calls the module."""
+    """Yield names of torch.distributed used in a file, under any alias of the module."""
     aliases = {"torch.distributed"}
     names = set()
     for node in ast.walk(tree):
@@ -141,7 +141,7 @@ def _distributed_names(tree: ast.AST) -> set[str]:
 
 
 def _violations(root: Path) -> list[str]:
-    """Every rule that a file of the package under ``root`` breaks."""
+    """Yield every violated rule of a file of the package under ``root``."""
     found = []
     for path in sorted((root / PACKAGE).rglob("*.py")):
         file = path.relative_to(root / PACKAGE).as_posix()
@@ -270,7 +270,7 @@ print(json.dumps([light, torch.cuda.is_initialized(), modules]))
 
 
 def test_importing_needs_no_megatron_and_no_gpu() -> None:
-    """``import megatron_muon`` does not even import torch; the rest must not wake CUDA."""
+    """``import megatron_muon`` does not import torch; the rest must not initialize CUDA."""
     done = subprocess.run(
         [sys.executable, "-c", _WITHOUT_MEGATRON],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -1,4 +1,4 @@
-"""How evenly known models fall on their owners: the bar of the project, and the table in docs/."""
+"""Load balance of known models: the requirement of the project, and the table in docs/."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def rows() -> list[BalanceRow]:
 
 
 def test_every_model_is_within_five_percent_or_at_the_lower_bound(rows: list[BalanceRow]) -> None:
-    """At the bound but for parts that differ by one row; whole where splitting gains no tenth.
+    """At the bound except for parts that differ by one row; not split if that gains less than 10 %.
 
     And two rows where parts do not fill nodes: those of a matrix are on one, unlike in the bound;
     and four of DeepSeek-V3, of which two nodes would make the busiest owner faster by 3 %.

@@ -16,7 +16,7 @@ from megatron_muon.placement import load_cost_table
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """How a command ended."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -34,8 +34,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
             code = main()
         except SystemExit as ended:
             code = int(ended.code or 0)
-        said = capsys.readouterr()
-        return Done(code=code, out=said.out, err=said.err)
+        message = capsys.readouterr()
+        return Done(code=code, out=message.out, err=message.err)
 
     return command
 
@@ -54,7 +54,7 @@ def test_a_table_is_written_that_training_reads(run: Run, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (("--cost-shapes", "32"), "'32' is not a shape: type for example 4096x14336,1024x4096"),
         (("--cost-shapes", "32x0"), "'32x0' is not a shape"),
@@ -63,11 +63,11 @@ def test_a_table_is_written_that_training_reads(run: Run, tmp_path: Path) -> Non
     ],
 )
 def test_invalid_flags_are_refused(
-    run: Run, tmp_path: Path, flags: tuple[str, ...], said: str
+    run: Run, tmp_path: Path, flags: tuple[str, ...], message: str
 ) -> None:
     done = run("--cost-table", str(tmp_path / "costs.json"), *flags)
     assert done.code == 2
-    assert said in done.err
+    assert message in done.err
     assert not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""The table of flags: what it allows, and that docs/flags.md is made from it."""
+"""The table of flags: valid values, and docs/flags.md generated from it."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ def test_the_defaults_of_all_flags_are_allowed(optimizer: str) -> None:
     ],
 )
 def test_a_value_of_another_kind_is_refused_by_name(name: str, value: Any, sentence: str) -> None:
-    """From Python, or from the arguments that a checkpoint holds."""
+    """From Python, or from the arguments of a checkpoint."""
     assert value_problems(MatrixConfig(optimizer="orth_dion", **{name: value})) == [sentence]

@@ -1,4 +1,4 @@
-"""Every report that is said to be tested names a test that exists."""
+"""Every listed report names an existing test."""
 
 from __future__ import annotations
 

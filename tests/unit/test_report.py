@@ -1,4 +1,4 @@
-"""The table printed at start, for small stages whose numbers can be counted by hand."""
+"""The start-up table of small stages, with numbers counted by hand."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _plan(entries: Sequence[Whole], *, tp: int, dp: int) -> Plan:
 
 
 def _cells(lines: Sequence[str], first: str) -> list[list[str]]:
-    """Rows of the table whose first column starts so, cut at two spaces or more."""
+    """Return rows whose first column has this prefix, split at two spaces or more."""
     return [
         [cell.strip() for cell in line.split("  ") if cell.strip()]
         for line in lines
@@ -280,7 +280,7 @@ def test_a_matrix_that_dominates_is_warned_of() -> None:
 
 
 def test_shapes_that_were_not_measured_are_named_with_the_command(tmp_path: Path) -> None:
-    """The command measures what the table has, too: it writes the table anew."""
+    """The command also measures the shapes of the table, which it rewrites."""
     path = tmp_path / "costs.json"
     entries = [Whole(name=f"layers.{i}.w", shape=(16, 8), tp_dim=0) for i in range(4)]
     settings = replace(SETTINGS, cost_table=str(path))
@@ -310,7 +310,7 @@ def test_a_model_without_matrices_is_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kept", "travels", "said", "sent"),
+    ("kept", "travels", "message", "sent"),
     [
         (torch.uint8, torch.uint8, "fp8", 2000 * (4 + 1)),
         (torch.uint8, torch.bfloat16, "bfloat16 for mxfp8", 2000 * (4 + 2)),
@@ -318,7 +318,7 @@ def test_a_model_without_matrices_is_reported() -> None:
     ],
 )
 def test_bytes_of_the_parameter_gather_are_communicated_bytes(
-    kept: torch.dtype, travels: torch.dtype, said: str, sent: int
+    kept: torch.dtype, travels: torch.dtype, message: str, sent: int
 ) -> None:
     buffer = SimpleNamespace(
         numel=2000,
@@ -327,5 +327,5 @@ def test_bytes_of_the_parameter_gather_are_communicated_bytes(
         param_data=torch.empty(0, dtype=travels),
     )
     assert adam_traffic_bytes([buffer], dp=2) == sent // 2
-    assert _gathered([buffer], dp=2).endswith(f"gathers weights in 0.00 MiB {said}")
+    assert _gathered([buffer], dp=2).endswith(f"gathers weights in 0.00 MiB {message}")
     assert _gathered([buffer], dp=1) == ""

@@ -1,4 +1,4 @@
-"""The table of layouts in docs/support.md is that of the cases which the tests train."""
+"""The table of layouts in docs/support.md lists the trained test cases."""
 
 from __future__ import annotations
 

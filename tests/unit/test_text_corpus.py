@@ -1,4 +1,4 @@
-"""The demo's corpus: what is written is what is read back through Megatron's own reader."""
+"""The demo's corpus is read back unchanged by Megatron's own reader."""
 
 import os
 from pathlib import Path

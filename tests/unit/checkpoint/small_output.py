@@ -19,7 +19,7 @@ WHOLE = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
 
 @dataclass(frozen=True)
 class Given:
-    """A part of WHOLE, or what a test wants instead of it."""
+    """A part of WHOLE, or a failure that a test requests."""
 
     rows: tuple[int, int]
     failure: str = ""

@@ -1,4 +1,4 @@
-"""A checkpoint such as a small run of Megatron leaves, made without Megatron, for tests."""
+"""A checkpoint like that of a small run of Megatron, created without Megatron, for tests."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ADAM_GROUP: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Noise:
-    """Standard normal elements, positive where they are squares."""
+    """Return standard normal elements, positive for squares."""
 
     key: str
 

@@ -1,4 +1,4 @@
-"""A checkpoint is written whole or not at all, and replaces nothing that it was not told to."""
+"""A checkpoint is written completely or not at all, and replaces nothing unintended."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_failure_keeps_the_checkpoint_to_be_replaced(written: Path) -> None:
 
 @pytest.mark.parametrize("missing", [1, 100, None], ids=["last byte", "last piece", "most"])
 def test_a_full_disk_leaves_nothing(written: Path, tmp_path: Path, missing: int | None) -> None:
-    """A limit on file sizes stands in for the disk: writing fails in the middle of a file.
+    """A limit on file sizes simulates a full disk: writing fails in the middle of a file.
 
     Where there is room for a part of a piece the system writes that part, and says so; only the
     next piece, if there is one, is an error.
@@ -155,7 +155,7 @@ def test_a_full_disk_leaves_nothing(written: Path, tmp_path: Path, missing: int 
 
 
 def test_partial_writes_are_completed(tmp_path: Path) -> None:
-    """Linux writes 2 GiB less a page at most at once; here it is five bytes."""
+    """Linux writes at most 2 GiB minus a page at a time; here it is five bytes."""
 
     class Reluctant(io.FileIO):
         def write(self, data: Any) -> int:
@@ -193,7 +193,7 @@ except KeyboardInterrupt:
 def test_a_terminated_run_leaves_nothing(
     tmp_path: Path, number: signal.Signals, failure: str, workers: int
 ) -> None:
-    """As by Ctrl-C, which all processes get: no file, no process, no traceback."""
+    """As by Ctrl-C, which all processes receive: no file, no process, no traceback."""
     folder = tmp_path / "run" / "iter_0000003"
     code = _TERMINATED.format(root=str(ROOT), folder=str(folder), failure=failure, workers=workers)
     with subprocess.Popen(
@@ -211,7 +211,7 @@ def test_a_terminated_run_leaves_nothing(
 
 
 def _is_alive(group: int) -> bool:
-    """Whether a process group has a process left."""
+    """Return True if a process group has a live process."""
     try:
         os.killpg(group, 0)
     except ProcessLookupError:
@@ -221,7 +221,7 @@ def _is_alive(group: int) -> bool:
 
 @pytest.mark.slow
 def test_processes_end_with_their_parent(tmp_path: Path) -> None:
-    """A parent that is killed leaves its files, but nobody at work on them."""
+    """A killed parent leaves its files, but no process writing them."""
     folder = tmp_path / "run" / "iter_0000003"
     code = _TERMINATED.format(root=str(ROOT), folder=str(folder), failure="sleeps", workers=2)
     with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as process:
@@ -239,7 +239,7 @@ def test_processes_end_with_their_parent(tmp_path: Path) -> None:
 
 
 def test_the_process_id_of_a_killed_run_may_recur(written: Path) -> None:
-    """As in a container, where the first process has always the same."""
+    """As in a container, where the first process always has the same id."""
     for purpose in ("writing", "replaced"):
         written.with_name(f".{written.name}.{purpose}.{os.getpid()}").mkdir()
     write_checkpoint(written, output(), overwrite=True)
@@ -248,7 +248,7 @@ def test_the_process_id_of_a_killed_run_may_recur(written: Path) -> None:
 
 
 def test_nothing_comes_between_two_names(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C after the old checkpoint gave its name up waits until the new one has it.
+    """Ctrl-C after the old checkpoint was renamed waits until the new one has its name.
 
     Also in a process with another thread, which blocks no signal and may be the one that gets it.
     """
@@ -286,7 +286,7 @@ def test_a_process_killed_with_the_lock_blocks_no_other(
 
 @pytest.mark.slow
 def test_a_killed_process_ends_the_run(tmp_path: Path) -> None:
-    """As by want of memory; also with the command line's handlers of signals in force."""
+    """As out of memory; also with the command line's signal handlers installed."""
     folder = tmp_path / "run" / "iter_0000003"
     code = _TERMINATED.format(root=str(ROOT), folder=str(folder), failure="dies", workers=2)
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""What is said of a checkpoint that does not fit, from its keys and shapes alone."""
+"""Errors of a mismatched checkpoint, from its keys and shapes only."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_matching_state_has_no_problems(wanted: Keys, optimizer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("found", "message"),
     [
         ({}, "holds no optimizer state: --no-load-optim restarts"),
         (ADAM, "state of Megatron's Adam, and this run uses --optimizer dmuon: convert its state"),
@@ -69,13 +69,13 @@ def test_matching_state_has_no_problems(wanted: Keys, optimizer: str) -> None:
         ),
     ],
 )
-def test_another_optimizers_checkpoint(found: Keys, said: str) -> None:
+def test_another_optimizers_checkpoint(found: Keys, message: str) -> None:
     (problem,) = checkpoint_problems(DMUON, found, "dmuon")
-    assert said in problem
+    assert message in problem
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({f"{FACTOR}mlp.linear_fc1.weight[gate]": (32, 4)}, "--orth-dion-rank-fraction 0.125"),
         (
@@ -84,9 +84,9 @@ def test_another_optimizers_checkpoint(found: Keys, said: str) -> None:
         ),
     ],
 )
-def test_another_size(changes: Keys, said: str) -> None:
+def test_another_size(changes: Keys, message: str) -> None:
     (problem,) = checkpoint_problems(ORTH_DION, ORTH_DION | changes, "orth_dion")
-    assert said in problem
+    assert message in problem
     assert "mlp.linear_fc1.weight" in problem
 
 
@@ -119,7 +119,7 @@ def test_the_advised_command_exists() -> None:
     from megatron_muon.offline.command import build_parser
 
     for optimizer in ("dmuon", "orth_dion"):
-        said = convert_advice(optimizer).removesuffix(", and load NEW")
-        _, _, command = said.partition("python -m megatron_muon.checkpoint ")
+        message = convert_advice(optimizer).removesuffix(", and load NEW")
+        _, _, command = message.partition("python -m megatron_muon.checkpoint ")
         options = build_parser().parse_args(command.split())
         assert (options.source, options.target, options.to) == ("FOLDER", "NEW", optimizer)

@@ -1,4 +1,4 @@
-"""Files as scripts write them: whatever the containers, the same state is found, or refused."""
+"""Files of scripts: the same state is found in any container, or refused."""
 
 from __future__ import annotations
 
@@ -139,8 +139,8 @@ def test_optimizers_that_number_their_parameters_have_a_list_of_names_each(
     torch.save(content, tmp_path / "file.pt")
     _assert_is(read_foreign(tmp_path / "file.pt", names=[[VECTOR], [MATRIX]]), trained)
     for names in ((), ([VECTOR, MATRIX],)):
-        said = r"2 optimizers \(optimizers\[0\], optimizers\[1\]\), each from 0"
-        with pytest.raises(CheckpointError, match=said):
+        message = r"2 optimizers \(optimizers\[0\], optimizers\[1\]\), each from 0"
+        with pytest.raises(CheckpointError, match=message):
             read_foreign(tmp_path / "file.pt", names=names)
     torch.save(FORMS["flattened"](trained), tmp_path / "named.pt")
     with pytest.raises(CheckpointError, match="--param-names has no effect"):
@@ -188,7 +188,7 @@ def _shampoo(content: dict[str, Any], trained: Trained) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (_without_groups, r"the tensor optimizer\.state\.layer\.weight\.momentum_buffer, which"),
         (_partly_flat, r"the tensor optimizer\.state\.layer\.weight\.momentum_buffer, which"),
@@ -205,13 +205,13 @@ def _shampoo(content: dict[str, Any], trained: Trained) -> None:
     ],
 )
 def test_state_in_an_unknown_form_is_refused_by_name(
-    tmp_path: Path, trained: Trained, change: Callable[..., None], said: str
+    tmp_path: Path, trained: Trained, change: Callable[..., None], message: str
 ) -> None:
-    """It used to pass for state that is not there."""
+    """It was once mistaken for missing state."""
     content = FORMS["keyed by name"](trained)
     change(content, trained)
     torch.save(content, tmp_path / "file.pt")
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         read_foreign(tmp_path / "file.pt")
 
 

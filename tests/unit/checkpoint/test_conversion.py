@@ -1,4 +1,4 @@
-"""convert on small runs that were made without Megatron: what it reads, and what it refuses."""
+"""convert on small runs created without Megatron: supported and refused inputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_step_count_of_torchs_adam_is_found(tmp_path: Path, nested: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"groups": [WITHOUT_STEP]}, "has no step count of Adam"),
         (
@@ -47,11 +47,11 @@ def test_the_step_count_of_torchs_adam_is_found(tmp_path: Path, nested: bool) ->
     ids=["steps", "masters"],
 )
 def test_missing_settings_are_not_guessed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
 ) -> None:
     run = save_run(tmp_path / "run", **changes)
     assert main(["convert", str(run), str(tmp_path / "new"), "--to", "dmuon"]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
@@ -66,7 +66,7 @@ def test_the_reasons_without_any_matrix_are_reported(
 
 
 def test_masters_are_the_weights_of_a_target_without_masters(tmp_path: Path) -> None:
-    """They are what the run trained; its weights may have been rounded."""
+    """The masters were trained; the weights may be rounded."""
     run = save_run(tmp_path / "run")
     there, source = convert(run, tmp_path / "muon", "muon"), Checkpoint(run)
     for key in SHAPES:
@@ -79,7 +79,7 @@ def test_masters_are_the_weights_of_a_target_without_masters(tmp_path: Path) -> 
 def test_parameters_without_masters_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], some: bool
 ) -> None:
-    """megatron-core's optimizer of 16-bit weights keeps no masters of those that are fp32."""
+    """megatron-core's optimizer of 16-bit weights has no masters of fp32 weights."""
     lacking = SHAPES if not some else ["decoder.final_layernorm.weight"]
     states = {key: MOMENTS if key in lacking else ("param", *MOMENTS) for key in SHAPES}
     convert(save_run(tmp_path / "run", states=states), tmp_path / "new", "dmuon")
@@ -96,9 +96,9 @@ def test_other_files_are_copied_or_listed(
         (source / name).write_text(name)
     (source / "tokenizer").mkdir()
     folder = convert(run, tmp_path / "new", "dmuon").folder
-    said = capsys.readouterr().out
-    assert f"copied unchanged from {source}: notes.txt, train_state.pt\n" in said
-    assert f"not copied from {source}: tokenizer; copy them yourself" in said
+    message = capsys.readouterr().out
+    assert f"copied unchanged from {source}: notes.txt, train_state.pt\n" in message
+    assert f"not copied from {source}: tokenizer; copy them yourself" in message
     assert (folder / "notes.txt").read_text() == "notes.txt"
     assert not any((folder / name).exists() for name in ("integrity.json", "half.distcp"))
     assert main(["inspect", str(folder), "--hashes"]) == 0
@@ -110,7 +110,7 @@ def test_other_files_are_copied_or_listed(
 
 
 def test_adapters_use_adam_and_wrapped_weights_keep_their_split(tmp_path: Path) -> None:
-    """As in training (``matrices.adapters``), at a rank that is no short side."""
+    """As in training (``matrices.adapters``), at a rank that is not the short side."""
     qkv = "decoder.layers.self_attention.linear_qkv"
     weights = {key.replace(qkv, f"{qkv}.to_wrap"): shape for key, shape in SHAPES.items()}
     weights |= {

@@ -1,4 +1,4 @@
-"""Files of torch.save that nobody exported: checked before anything is written."""
+"""torch.save files not written by export: checked before anything is written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _state(value: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"model": {"a": [1.0]}}, "a is a list in"),
         ({"model": {"a": None}}, "a is a NoneType in"),
@@ -48,17 +48,17 @@ def _state(value: object) -> dict[str, Any]:
         ({"step": torch.ones(2)}, "says step tensor"),
     ],
 )
-def test_a_plain_file_is_checked(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+def test_a_plain_file_is_checked(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     torch.save(PLAIN, tmp_path / "right.pt")
     found = read_foreign(tmp_path / "right.pt")
     assert found.names == {"a"} and found.steps == {3}
     torch.save(PLAIN | change, tmp_path / "wrong.pt")
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         read_foreign(tmp_path / "wrong.pt")
 
 
 def test_the_convention_of_momenta_is_not_guessed(tmp_path: Path) -> None:
-    """Only where it matters."""
+    """Only if the factor is required."""
     torch.save(PLAIN | {"momentum": None}, tmp_path / "file.pt")
     kept = read_foreign(tmp_path / "file.pt").momenta["a"]
     assert conversion_factor(kept, Convention(kind="average", factor=0.5)) == 1.0
@@ -67,7 +67,7 @@ def test_the_convention_of_momenta_is_not_guessed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "said"),
+    ("groups", "message"),
     [
         ([None], "has a group of parameters that does not list them"),
         ([{"momentum": 0.9}], "has a group of parameters that does not list them"),
@@ -77,14 +77,14 @@ def test_the_convention_of_momenta_is_not_guessed(tmp_path: Path) -> None:
         ([{"params": [0], "momentum": 0.9}], "has 2 names, and .* has 1 parameters"),
     ],
 )
-def test_numbers_have_one_name_each(tmp_path: Path, groups: list[Any], said: str) -> None:
+def test_numbers_have_one_name_each(tmp_path: Path, groups: list[Any], message: str) -> None:
     (tmp_path / "names").write_text("a\nb\n")
     names = read_names(tmp_path / "names")
     state = {"state": {0: {"momentum_buffer": torch.ones(2, 2)}}, "param_groups": groups}
     torch.save(state | {"param_groups": [{"params": [0, 1], "momentum": 0.9}]}, tmp_path / "right")
     assert read_foreign(tmp_path / "right", names=[names]).names == {"a"}
     torch.save(state, tmp_path / "wrong")
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         read_foreign(tmp_path / "wrong", names=[names])
 
 

@@ -1,4 +1,4 @@
-"""What no run has written: every such input ends in one sentence, and changes nothing."""
+"""Inputs that no run writes: each is refused in one sentence and changes nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def test_a_name_with_a_line_in_it_is_refused() -> None:
-    """Names are written again a line each: the second line would be an instruction."""
+    """Names are written back as lines: a second line would be an instruction."""
     module = "numpy.linalg\nnorm\n0cposix\nsystem\n(Vtrue\ntR0cargparse"
     pickled = io.BytesIO()
     writer = pickle._Pickler(pickled, protocol=4)  # type: ignore[attr-defined]
@@ -97,7 +97,7 @@ def _name_a_type(entry: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (_lose_a_chunk, "hold 21 of its 35 elements"),
         (_lose_all_chunks, "hold 0 of its 35 elements"),
@@ -106,13 +106,15 @@ def _name_a_type(entry: Any) -> None:
         (_name_a_type, "a has the dtype 'float'"),
     ],
 )
-def test_chunks_cover_their_tensor(written: Path, change: Callable[[Any], None], said: str) -> None:
-    """Also where they are only copied."""
+def test_chunks_cover_their_tensor(
+    written: Path, change: Callable[[Any], None], message: str
+) -> None:
+    """Also if they are only copied."""
     path = written / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     change(metadata.state_dict_metadata["a"])
     path.write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=f"is damaged: .*{said}"):
+    with pytest.raises(CheckpointError, match=f"is damaged: .*{message}"):
         Checkpoint(written)
 
 
@@ -207,7 +209,7 @@ def test_no_checkpoint_goes_into_another(written: Path) -> None:
 
 
 def _elsewhere(written: Path) -> Checkpoint:
-    """The same checkpoint at another place."""
+    """Return a copy of the checkpoint."""
     shutil.copytree(written.parent, written.parent.with_name("elsewhere"))
     return Checkpoint(written.parent.with_name("elsewhere"))
 
@@ -226,7 +228,7 @@ def test_an_iteration_is_a_number(written: Path, iteration: object) -> None:
 
 
 def test_a_full_disk_is_reported_at_every_write(tmp_path: Path) -> None:
-    """Also where torch writes, and tells of it in words of its own."""
+    """Also in torch's writer, which raises its own error."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     write_checkpoint(tmp_path / "whole", output())
     size = (tmp_path / "whole" / "__0_0.distcp").stat().st_size
@@ -245,10 +247,10 @@ def test_a_full_disk_is_reported_at_every_write(tmp_path: Path) -> None:
 
 def test_ignored_signals_stay_ignored(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As under nohup."""
-    heard = []
+    handlers = []
 
     def hears(options: argparse.Namespace) -> int:
-        heard.extend(signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM))
+        handlers.extend(signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM))
         return 0
 
     monkeypatch.setattr(command_line.COMMANDS["inspect"], "run", hears)
@@ -257,7 +259,7 @@ def test_ignored_signals_stay_ignored(written: Path, monkeypatch: pytest.MonkeyP
         command_line.main(["inspect", str(written)])
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert heard == [signal.SIG_IGN, command_line._interrupt]
+    assert handlers == [signal.SIG_IGN, command_line._interrupt]
 
 
 def test_unexpected_errors_are_one_sentence(
@@ -281,7 +283,7 @@ def _convert(*flags: str) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize(
-    ("target", "flags", "said"),
+    ("target", "flags", "message"),
     [
         ("dmuon", ["--orth-dion-rank-fraction", "0.5"], "--orth-dion-rank-fraction"),
         ("dmuon", ["--right-factor-start", "seeded"], "--right-factor-start"),
@@ -297,16 +299,16 @@ def _convert(*flags: str) -> argparse.Namespace:
         ("dmuon", ["--heavy-ball", "0.9", "--momentum-start", "zero"], "--heavy-ball"),
     ],
 )
-def test_flags_without_effect_are_refused(target: str, flags: list[str], said: str) -> None:
+def test_flags_without_effect_are_refused(target: str, flags: list[str], message: str) -> None:
     for each in TARGETS:
         require_effect(_convert("--to", each), "adam")
-    with pytest.raises(CheckpointError, match=f"^{said}.* has no effect .*; leave it out"):
+    with pytest.raises(CheckpointError, match=f"^{message}.* has no effect .*; leave it out"):
         require_effect(_convert("--to", target, *flags), "adam")
     require_effect(_convert("--to", "dmuon", "--heavy-ball", "0.9"), "muon")
 
 
 def _settings_of(saved: dict[str, Any], *flags: str, to: str = "orth_dion") -> MatrixConfig:
-    """What ``convert`` makes of flags and of the arguments of the run that saved."""
+    """Return the settings of ``convert`` from its flags and the saved arguments."""
     common = Loaded(value={"args": argparse.Namespace(**saved)}, inert=frozenset())
     return matrix_settings(_convert("--to", to, *flags), CommonState(in_file=True, loaded=common))
 

@@ -1,4 +1,4 @@
-"""import into the form of a small run that was made without Megatron."""
+"""import into the form of a small run created without Megatron."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _checkpointed(name: str) -> str:
 
 @pytest.mark.parametrize("names", ["megatron", "hf"])
 @pytest.mark.parametrize(
-    ("rename", "said"),
+    ("rename", "message"),
     [
         ("module.{}".format, "'module.' was removed"),
         ("_orig_mod.{}".format, "'_orig_mod.' was removed"),
@@ -86,7 +86,7 @@ def test_names_of_a_wrapped_model_are_those_of_the_bare_one(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     rename: Callable[[str], str],
-    said: str,
+    message: str,
     names: str,
 ) -> None:
     run = save_run(tmp_path / "run")
@@ -98,7 +98,7 @@ def test_names_of_a_wrapped_model_are_those_of_the_bare_one(
         assert tool("import", tmp_path / f"{file}.pt", tmp_path / file, *arguments) == 0
         output = capsys.readouterr().out
         assert output.count("names in the file are those of a wrapped model") == (file == "wrapped")
-        assert (said in output) == (file == "wrapped")
+        assert (message in output) == (file == "wrapped")
         assert tool("verify", run, tmp_path / file) == 0
 
 
@@ -116,8 +116,8 @@ def test_a_prefix_of_only_some_names_is_reported(
     assert hint in capsys.readouterr().err
     torch.save(mixed | {"a.b": weights[name]}, tmp_path / "strange.pt")
     assert tool("import", tmp_path / "strange.pt", tmp_path / "new", "--like", run) == 2
-    said = capsys.readouterr().err
-    assert "has a.b and" in said and "the prefix 'module.' is removed" in said
+    message = capsys.readouterr().err
+    assert "has a.b and" in message and "the prefix 'module.' is removed" in message
     torch.save(
         {f"module.{n}": t for n, t in weights.items()} | {"module.x": weights[name]},
         tmp_path / "more.pt",
@@ -132,7 +132,7 @@ def test_a_prefix_of_only_some_names_is_reported(
 
 
 def test_masters_of_a_file_are_the_weights_of_a_run_without_masters(tmp_path: Path) -> None:
-    """megatron-core's optimizers of fp32 weights keep none; the file's weights are rounded."""
+    """megatron-core's optimizers of fp32 weights have none; the file's weights are rounded."""
     content = exported(save_run(tmp_path / "run"), tmp_path / "whole.pt")
     content["model"] = {name: weight.bfloat16() for name, weight in content["model"].items()}
     content["step"] = 7
@@ -148,7 +148,7 @@ def test_masters_of_a_file_are_the_weights_of_a_run_without_masters(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("steps", "count", "said"),
+    ("steps", "count", "message"),
     [
         ((3, 3), 3, ""),
         ((None, None), STEP, "the file has no step count of Adam: the count is"),
@@ -160,7 +160,7 @@ def test_different_or_missing_step_counts_of_adam_are_reported(
     capsys: pytest.CaptureFixture[str],
     steps: tuple[int | None, int | None],
     count: int,
-    said: str,
+    message: str,
 ) -> None:
     run = save_run(tmp_path / "run")
     content = exported(run, tmp_path / "whole.pt")
@@ -174,6 +174,6 @@ def test_different_or_missing_step_counts_of_adam_are_reported(
     capsys.readouterr()
     assert tool("import", tmp_path / "file.pt", tmp_path / "new", "--like", run) == 0
     output = capsys.readouterr().out
-    assert said in output and ("the count is" in output) == bool(said)
+    assert message in output and ("the count is" in output) == bool(message)
     groups = Checkpoint(tmp_path / "new").common.value["optimizer"]["optimizer"]["param_groups"]
     assert [group["step"] for group in groups] == [count]

@@ -1,4 +1,4 @@
-"""Momenta of one convention as those of another: the same as if kept so from the beginning."""
+"""Conversion of momenta equals accumulation in the target's convention from the start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AVERAGE, SUM, DION = (Convention(kind=kind, factor=0.9) for kind in ("average", 
 
 
 def kept(convention: Convention, gradients: torch.Tensor) -> torch.Tensor:
-    """The momentum after all gradients; Orth-Dion's at full rank, by the reference."""
+    """Return the momentum after all gradients; Orth-Dion's at full rank, by the reference."""
     if convention.kind == "dion":
         momentum, v = torch.zeros_like(gradients[0]), torch.eye(4, dtype=torch.float64)
         for gradient in gradients:
@@ -65,7 +65,7 @@ def test_where_the_factor_is_found() -> None:
 
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40), (EXACT_SIDE + 60, EXACT_SIDE + 20)])
 def test_the_leading_right_singular_subspace(shape: tuple[int, int]) -> None:
-    """Of a spectrum with a gap at the rank; a matrix with m < n counts as transposed."""
+    """With a spectral gap at the rank; a matrix with m < n is transposed."""
     generator = torch.Generator().manual_seed(0)
     m, n = shape
     short, rank = min(shape), 8

@@ -1,4 +1,4 @@
-"""Checkpoints without Megatron's arguments: what they would say is named, and never guessed."""
+"""Checkpoints without Megatron's arguments: missing settings are named, never guessed."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ FRACTION = ("--orth-dion-rank-fraction", "0.5")
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     capsys.readouterr()
     assert main([str(argument) for argument in arguments]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    return said
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    return message
 
 
 @pytest.mark.parametrize("text", [FLAT, NESTED], ids=["flat", "nested"])
@@ -67,7 +67,7 @@ def test_right_factors_are_those_of_a_run_with_arguments(
 
 @pytest.mark.parametrize("flag", ["--muon-no-split-qkv", "--matrix-no-split-gate-up"])
 def test_a_flag_may_say_that_nothing_is_cut(tmp_path: Path, flag: str) -> None:
-    """The other family is described, and split."""
+    """The other family is configured, and split."""
     bare = save_run(tmp_path / "bare", args=None)
     fields = {"--muon-no-split-qkv": "gated_linear_unit: true"}
     other = f"num_attention_heads: {HEADS}, num_query_groups: {GROUPS}, hidden_size: {HIDDEN}"
@@ -83,7 +83,7 @@ def test_a_flag_may_say_that_nothing_is_cut(tmp_path: Path, flag: str) -> None:
 def test_names_of_experts_are_not_guessed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One linear layer holds all of them, or each has its own: rules and factors go by the name."""
+    """One linear layer has all weights, or each its own: rules and factors use the name."""
     bare = save_run(tmp_path / "bare", args=None, weights=SHAPES | EXPERTS)
     for command in (
         ("convert", bare, tmp_path / "c", "--to", "dmuon"),
@@ -127,7 +127,7 @@ def test_numbers_of_the_optimizer_are_not_guessed(
     command: tuple[str, ...],
     name: str,
 ) -> None:
-    """A run that was given its settings by the API has them in no argument."""
+    """A run configured by the API has its settings in no argument."""
     has_matrices = "matrix_optimizer" in group
     run = save_run(
         tmp_path / "run",
@@ -136,9 +136,9 @@ def test_numbers_of_the_optimizer_are_not_guessed(
         states=MATRICES if has_matrices else ADAM,
     )
     arguments = (command[0], run, tmp_path / "new.pt", *command[1:])
-    said = refused(capsys, *arguments)
-    assert f"does not say {name} (there are neither saved arguments nor a" in said
-    assert f"'optimizer: {{{name}: …}}'" in said
+    message = refused(capsys, *arguments)
+    assert f"does not say {name} (there are neither saved arguments nor a" in message
+    assert f"'optimizer: {{{name}: …}}'" in message
     more = (
         "orth_dion_momentum: 0.5, muon_nesterov: true, adam_beta1: 0.9, adam_beta2: 0.95, "
         "adam_eps: 1.0e-8, muon_momentum"
@@ -160,7 +160,7 @@ def test_the_momentum_that_is_named_is_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("model: [", "cannot be read as YAML"),
         ("model: !!python/object/apply:os.system [true]", "cannot be read as YAML"),
@@ -179,9 +179,9 @@ def test_the_momentum_that_is_named_is_used(tmp_path: Path) -> None:
         ("{model: {}, optimizer: {adam_eps: 1e-8}}", "adam_eps is '1e-8' and must be a number"),
     ],
 )
-def test_an_invalid_run_config_is_refused(tmp_path: Path, text: str, said: str) -> None:
+def test_an_invalid_run_config_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "run_config.yaml").write_text(text)
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=message):
         read_run_config(tmp_path / "run_config.yaml")
     with pytest.raises(CheckpointError, match="No such file"):
         read_run_config(tmp_path / "none.yaml")
@@ -190,13 +190,13 @@ def test_an_invalid_run_config_is_refused(tmp_path: Path, text: str, said: str) 
 def test_query_groups_of_another_model_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Their rows divide those of the weight, and would cut it in wrong places."""
+    """Their rows divide those of the weight, and would split it at wrong positions."""
     bare = save_run(tmp_path / "bare", args=None)
     other = "num_attention_heads: 6, num_query_groups: 1, kv_channels: 8, gated_linear_unit: true"
     (tmp_path / "c.yaml").write_text(f"model: {{{other}}}")
     more = ("--to", "orth_dion", "--run-config", tmp_path / "c.yaml", *FRACTION)
-    said = refused(capsys, "convert", bare, tmp_path / "c", *more)
-    assert "128 rows are not 1 query groups (num_query_groups) of 64 rows" in said
+    message = refused(capsys, "convert", bare, tmp_path / "c", *more)
+    assert "128 rows are not 1 query groups (num_query_groups) of 64 rows" in message
 
 
 def test_run_config_replaces_an_argument_that_is_none(

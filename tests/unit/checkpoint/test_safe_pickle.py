@@ -1,4 +1,4 @@
-"""Pickles of a checkpoint: nothing in them is run, and what is not known survives as it was."""
+"""Pickles of a checkpoint: no code is executed, and unknown objects are preserved."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_muon.offline.safe_pickle import Inert, dump_torch, load_pickle, lo
 
 
 class Touch:
-    """A payload: whoever unpickles it makes a file."""
+    """A payload that creates a file when unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

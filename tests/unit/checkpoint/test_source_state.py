@@ -1,4 +1,4 @@
-"""Optimizer state of a distributed checkpoint in a form that is not known is refused by name."""
+"""Optimizer state of a distributed checkpoint in an unknown form is refused by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SGD_GROUP = {"lr": 1e-3, "wd_mult": 1.0, "momentum": 0.9, "dampening": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
             {"more": {f"optimizer.state.preconditioner.{WEIGHT}": SHAPES[WEIGHT]}},
@@ -39,9 +39,9 @@ def test_state_of_an_unknown_optimizer_is_refused(
     capsys: pytest.CaptureFixture[str],
     command: str,
     changes: dict[str, Any],
-    said: str,
+    message: str,
 ) -> None:
-    """It used to be copied without a word, or taken for Adam's or Muon's."""
+    """It was once copied silently, or mistaken for Adam's or Muon's."""
     run, known = save_run(tmp_path / "run", **changes), save_run(tmp_path / "known")
     assert main(["export", str(known), str(tmp_path / "known.pt")]) == 0
     before = {path.name for path in tmp_path.iterdir()}
@@ -53,7 +53,7 @@ def test_state_of_an_unknown_optimizer_is_refused(
     capsys.readouterr()
     assert main([command, *arguments[command]]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} == before
 
 

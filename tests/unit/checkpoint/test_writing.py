@@ -1,4 +1,4 @@
-"""Writing and reading of a checkpoint: torch reads the same, damage is told, nothing half-written.
+"""Writing and reading a checkpoint: torch reads the same, damage is reported, writes are atomic.
 
 Conversions have tests of their own on what real runs saved; here are files and bytes only.
 """
@@ -80,7 +80,7 @@ def test_a_folder_of_a_run_leads_to_its_last_iteration(written: Path) -> None:
 
 
 def change_index(folder: Path, change: Callable[[Metadata], None]) -> None:
-    """Megatron's own index is changed here, as no run of today would write it."""
+    """The index is changed to a form that no current run writes."""
     import pickle
 
     metadata = FileSystemReader(str(folder)).read_metadata()
@@ -89,7 +89,7 @@ def change_index(folder: Path, change: Callable[[Metadata], None]) -> None:
 
 
 def test_chunk_sizes_without_prepended_axes_are_understood(tmp_path: Path) -> None:
-    """megatron-core writes them so where chunks lie on no regular grid."""
+    """megatron-core writes them so if chunks form no regular grid."""
     plan = output()
 
     class Reshaped(Given):
@@ -145,9 +145,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_damage_is_one_sentence(written: Path, damage: str) -> None:
     change, sentence = DAMAGES[damage]
     change(written)
-    with pytest.raises(CheckpointError, match=sentence) as told:
+    with pytest.raises(CheckpointError, match=sentence) as error:
         Checkpoint(written).read("a")
-    assert "\n" not in str(told.value) and len(str(told.value)) < 400
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
 def test_a_changed_file_is_detected_by_its_hash(written: Path) -> None:

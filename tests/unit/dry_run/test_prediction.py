@@ -1,4 +1,4 @@
-"""What a dry run recommends, from reports of stages as short as they can be."""
+"""Recommendations of a dry run, from minimal reports of stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Coefficient sets: the published numbers, what they do to singular values, what is refused."""
+"""Coefficient sets: published numbers, their effect on singular values, and refusals."""
 
 import dataclasses
 import math
@@ -112,8 +112,8 @@ def test_aol_is_right_below_its_root_and_reverses_above_as_documented():
 
 @pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
 def test_a_set_that_diverges_in_16_bits_is_refused_there_and_only_there(narrow):
-    said = rf"cans diverges .* in {narrow}\. Type --dmuon-compute-dtype fp32"
-    with pytest.raises(ValueError, match=said):
+    message = rf"cans diverges .* in {narrow}\. Type --dmuon-compute-dtype fp32"
+    with pytest.raises(ValueError, match=message):
         coefficient_schedule("cans", 5, compute_dtype=narrow)
     assert coefficient_schedule("cans", 5, compute_dtype=torch.float32)
     for name in set(PUBLISHED) - {"cans"}:

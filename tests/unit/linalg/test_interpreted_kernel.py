@@ -1,4 +1,4 @@
-"""The symmetric kernel that a GPU would run, itself, against float64: in Triton's interpreter."""
+"""The symmetric GPU kernel itself against float64, in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ QUINTIC = coefficient_schedule("quintic", 5)
 
 
 class Operations(TorchDispatchMode):
-    """Notes the name of every operation torch dispatches, and the shape of its result."""
+    """Records the name of every dispatched operation, and the shape of its result."""
 
     def __init__(self):
         super().__init__()
@@ -228,7 +228,7 @@ def test_transposed_input_gives_a_contiguous_result():
 @pytest.mark.parametrize("small_first", [False, True])
 @pytest.mark.parametrize("in_small_first", [False, True])
 def test_a_batch_is_computed_where_it_lies(shape, small_first, in_small_first, monkeypatch):
-    """Contiguous or turned; where the smaller side has to come first, tall ones are copied."""
+    """Contiguous or transposed; tall ones are copied if the smaller side must come first."""
     there = "megatron_muon.linalg.newton_schulz"
     monkeypatch.setattr(sys.modules[there], "small_side_first", lambda device: small_first)
     tall = shape[1] > shape[2]

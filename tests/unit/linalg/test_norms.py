@@ -1,4 +1,4 @@
-"""Norms of batches of matrices, whatever their strides."""
+"""Norms of batches of matrices with any strides."""
 
 import math
 

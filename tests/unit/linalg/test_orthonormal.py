@@ -64,7 +64,7 @@ def spectral(x) -> float:
 
 
 def identity_error(x) -> float:
-    """How far the columns are from orthonormal; columns of zeros count as such."""
+    """Return the deviation of columns from orthonormal; zero columns are allowed."""
     gram = x.double().mT @ x.double()
     wanted = torch.diag_embed((x != 0).any(dim=-2).double())
     return float((gram - wanted).abs().max())

@@ -1,4 +1,4 @@
-"""One matrix by several workers: against the float64 formula, bit for bit among workers, counts."""
+"""One matrix on several workers: against the float64 formula, equal bits, counts."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ FORMS = {"carried": carried_segments, "standard": standard_segments}
 
 
 def cuts(length: int, count: int) -> tuple[tuple[int, int], ...]:
-    """As equal as possible; some empty where there are fewer rows than workers."""
+    """Return equal cuts up to one row; some are empty with fewer rows than workers."""
     ends = [length * i // count for i in range(count + 1)]
     return tuple(itertools.pairwise(ends))
 
 
 def exchange(requests: Sequence[PanelRequest], team: Team, m: int) -> None:
-    """What a perfect network does; worker J is number J // N of node J % N."""
+    """Simulate the network; worker J is number J // N of node J % N."""
     (kind,) = {request.kind for request in requests}
     everyone, nodes = range(len(requests)), team.nodes
 
@@ -51,12 +51,12 @@ def exchange(requests: Sequence[PanelRequest], team: Team, m: int) -> None:
     def size(sender: int, receiver: int) -> int:
         if kind == "scalars":
             return 2
-        whose = sender if kind in ("blocks", "rows") else receiver
+        owner = sender if kind in ("blocks", "rows") else receiver
         rows = [
             end - start
             for number, (start, end) in enumerate(team.rows)
-            if number == whose
-            or (kind in ("partials", "rows") and number // nodes == whose // nodes)
+            if number == owner
+            or (kind in ("partials", "rows") and number // nodes == owner // nodes)
         ]
         return sum(rows) * m
 
@@ -163,7 +163,7 @@ def test_no_less_precise_than_one_worker(
 
 
 def test_one_after_another_is_not_a_matrix() -> None:
-    """What a wrong order of panels would give is far off: the test above can fail."""
+    """A wrong order of panels has a large error: the test above can fail."""
     x = torch.randn(8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     segments = carried_segments(coefficient_schedule("quintic", 5))
     alone, _ = shared(x[:, :16].contiguous(), 1, segments, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The compute dtype by policy and device, and true fp32 products whatever torch is set to."""
+"""The compute dtype by policy and device, and true fp32 products for any setting of torch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Symmetric products, and the check that a kernel has to pass."""
+"""Symmetric products, and the check of a kernel."""
 
 import itertools
 import logging
@@ -92,11 +92,13 @@ def test_a_right_kernel_is_trusted_for_large_aligned_matrices():
     assert not kernel.supports(torch.empty(128, 768, 2048, device="meta"))
 
 
-@pytest.mark.parametrize(("function", "said"), [(one_tile_wrong, "off by"), (fails, "fails here")])
-def test_a_kernel_that_is_wrong_or_fails_is_not(function, said, caplog):
+@pytest.mark.parametrize(
+    ("function", "message"), [(one_tile_wrong, "off by"), (fails, "fails here")]
+)
+def test_a_kernel_that_is_wrong_or_fails_is_not(function, message, caplog):
     with caplog.at_level(logging.WARNING):
         assert checked(SymmetricKernel(name="broken", function=function), CPU) is None
-    assert f"broken {'is ' if said == 'off by' else ''}{said}" in caplog.text
+    assert f"broken {'is ' if message == 'off by' else ''}{message}" in caplog.text
     assert "plain products are used" in caplog.text
 
 

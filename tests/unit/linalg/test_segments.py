@@ -1,4 +1,4 @@
-"""The forms of the iteration: the same result in every one, and the fewest operations by count."""
+"""All forms of the iteration have the same result, and the cheapest is selected."""
 
 import itertools
 
@@ -79,7 +79,7 @@ POWERS = [0.0, 0.5, 1.0, 1.5, 3.0, 12.0, float("inf")]
 @pytest.mark.parametrize("form", [standard_segments, carried_segments])
 @pytest.mark.parametrize(("name", "steps"), SETS)
 def test_the_error_is_bounded_by_the_slope_for_every_spectrum(name, steps, form):
-    """The bound that ``newton_schulz`` states, for matrices of any rank; random ones are nearer."""
+    """The bound of ``newton_schulz``, for matrices of any rank; random ones are more accurate."""
     schedule = coefficient_schedule(name, steps)
     bound, segments = 8 * 2.0**-24 * largest_slope(schedule), form(schedule)
     for m, n in SHAPES:
@@ -147,7 +147,7 @@ def test_fp16_carried_on_lifts_no_singular_value_beyond_the_set(name, steps):
 
 
 def test_bf16_carried_on_diverges():
-    """Why ``cheapest_segments`` does not choose it."""
+    """The reason why ``cheapest_segments`` does not select it."""
     schedule, x = coefficient_schedule("deepseekv4", 10), spectrum(96, 256, 1.5)
     carried = carried_segments(schedule)
     found = newton_schulz(x, schedule, compute_dtype=BF16, segments=carried)

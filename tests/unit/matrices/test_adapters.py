@@ -1,4 +1,4 @@
-"""Low-rank adapters are known by name and structure, at every rank; nothing else is one."""
+"""Low-rank adapters are detected by name and structure, at every rank, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logical matrices: cut by Megatron's conventions, written here, and put together by the blocks."""
+"""Logical matrices: sharded by Megatron's conventions, written here, and assembled by blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TP_SIZES = (1, 2, 4, 8)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A parameter as one process holds it; ``shape`` is that of one matrix of a stack."""
+    """A whole parameter; ``shape`` is that of one matrix of a stack."""
 
     name: str
     shape: tuple[int, int]
@@ -157,7 +157,7 @@ def _parameter(case: Case, tp: int) -> ShardedParameter:
 
 
 def _assembled(matrix: LogicalMatrix, shards: list[np.ndarray]) -> np.ndarray:
-    """The matrix that the blocks give; every element is written exactly once."""
+    """Assemble the matrix of the blocks; every element is written exactly once."""
     result = np.full(matrix.shape, -1)
     writes = np.zeros(matrix.shape, int)
     for block in matrix.blocks:
@@ -194,7 +194,7 @@ def test_blocks_of_the_shards_give_the_rows_of_the_whole(
 @EVERY_CASE
 @SPLITS
 def test_every_stored_row_is_in_exactly_one_block(case: Case, tp: int, split: SplitMode) -> None:
-    """Of a replicated parameter the copy of TP rank 0 is the source, the others are not read."""
+    """The copy of TP rank 0 is the source of a replicated parameter; others are not read."""
     parameter = _parameter(case, tp)
     stacked = 1 if case.stack is None else len(case.stack)
     used = np.zeros((tp, stacked * parameter.shard_shape[0]), int)
@@ -224,7 +224,7 @@ def test_only_parameters_without_tp_sharding_are_replicated(case: Case, tp: int)
 
 
 def test_one_expert_is_one_matrix_under_its_global_number() -> None:
-    """MaxText#4798: the expert axis is no dimension of a matrix."""
+    """MaxText#4798: the expert axis is not a dimension of a matrix."""
     (case,) = (case for case in CASES if case.name == "grouped gated fc1")
     names = [m.name for m in logical_matrices(_parameter(case, 2), split="parts")]
     assert names == [f"{case.name}[{e}.{part}]" for e in (2, 3, 4) for part in ("gate", "up")]

@@ -1,4 +1,4 @@
-"""Flat ranges of the distributed optimizer, against ownership asked for every single element."""
+"""Flat ranges of the distributed optimizer, against the owner of every single element."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which optimizer a parameter goes to: every kind of parameter, and the user's rule first."""
+"""Routing of every kind of parameter; the user's rule takes precedence."""
 
 from __future__ import annotations
 

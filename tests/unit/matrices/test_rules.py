@@ -1,4 +1,4 @@
-"""The user's rules: how they are read, what wins, what is refused and with which words."""
+"""User rules: parsing, precedence, and refusals with their messages."""
 
 from __future__ import annotations
 
