@@ -13,13 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A box of a tensor whose elements are contiguous in memory.
-
-    Attributes:
-        start: Its first element in the row-major tensor.
-        offset: Its first index along every axis.
-        shape: Its size along every axis.
-    """
+    """A box of a row-major tensor whose elements are contiguous, from element ``start`` on."""
 
     start: int
     offset: tuple[int, ...]
@@ -35,11 +29,6 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Split a half-open flat range into the fewest boxes, in order.
 
     There are at most ``2 * len(shape) - 1``: three for a matrix, one for a vector.
-
-    Args:
-        shape: Shape of the tensor, with at least one axis.
-        start: First element.
-        stop: One past the last element, at most the number of elements.
     """
     if start >= stop:
         return

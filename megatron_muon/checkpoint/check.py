@@ -49,13 +49,7 @@ def optimizer_mismatch(saved: str, ours: str, *, to_type: str | None = None) -> 
 
 
 def checkpoint_problems(wanted: Shapes, found: Shapes, optimizer: str) -> list[str]:
-    """Return an error for each kind of mismatch; empty if the checkpoint can be loaded.
-
-    Args:
-        wanted: Tensors that this rank requests.
-        found: Optimizer state in the checkpoint.
-        optimizer: ``dmuon`` or ``orth_dion``, the optimizer of this run.
-    """
+    """Return an error for each kind of mismatch between the requested and the saved state."""
     saved = optimizer_of(found)
     if not saved:
         return [f"the checkpoint holds no optimizer state: {RESTART}"]

@@ -20,12 +20,7 @@ _EARLIER: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """The part of ``.metadata`` against which a load is checked.
-
-    Attributes:
-        shapes: Keys and global shapes of all optimizer state.
-        files: Minimum number of bytes of every data file.
-    """
+    """Shapes of all optimizer state, and the minimum number of bytes of every data file."""
 
     shapes: Shapes
     files: Mapping[str, int]

@@ -27,10 +27,7 @@ FORMAT = "megatron_muon plan 1"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Dry-run a command.
-
-    Args:
-        argv: Our flags, the script, its arguments.
+    """Dry-run a command: our flags, the script, its arguments.
 
     Returns:
         Exit code: 2 if a real run would be refused; the script's own if it fails.
@@ -88,11 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _checked(options: argparse.Namespace, unknown: Sequence[str]) -> Device:
-    """Check our flags and return the rates of the device.
-
-    Raises:
-        ValueError: All errors of our flags.
-    """
+    """Check our flags and return the rates of the device; raise ValueError with all errors."""
     if unknown:
         raise ValueError("\n".join(_unknown_flag(word) for word in unknown))
     if options.world_size is None:
@@ -185,13 +178,7 @@ def _report_progress(text: str) -> None:
 def merge(
     results: Sequence[StageResult], options: argparse.Namespace, device: Device
 ) -> dict[str, Any]:
-    """Return the report as plain data, as written by ``--json``.
-
-    Args:
-        results: Results of all stages.
-        options: Our flags.
-        device: Rates.
-    """
+    """Return the report as plain data, as written by ``--json``."""
     from megatron_muon.integration.report import startup_report
 
     stages = [result.report for result in results if result.report is not None]

@@ -74,11 +74,7 @@ CAPABILITIES = {"a100": (8, 0), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0),
 
 
 def device_of(name: str, table: str | None = None) -> Device:
-    """Return a device, with modelled rates overridden by a file.
-
-    Args:
-        name: Key of ``DEVICES``.
-        table: Path of a JSON object; its keys are attributes of ``Device``.
+    """Return a device, with modelled rates overridden by ``table``, a JSON file of its attributes.
 
     Raises:
         ValueError: The file cannot be read, a key is unknown or a number is not positive.

@@ -29,12 +29,7 @@ class _Stream:
 
 
 def install(name: str = "fake H100", capability: tuple[int, int] = (9, 0)) -> None:
-    """Replace the calls into CUDA.
-
-    Args:
-        name: Name of the device.
-        capability: Its compute capability, which determines kernels and dtypes.
-    """
+    """Replace the calls into CUDA; the capability determines kernels and dtypes."""
     fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
     # torch.tensor(…, device="cuda") would query the driver.
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment]
@@ -84,13 +79,9 @@ def install(name: str = "fake H100", capability: tuple[int, int] = (9, 0)) -> No
 
 
 def convert(module: torch.nn.Module, dtype: torch.dtype | None = None) -> torch.nn.Module:
-    """Move a module to ``cuda`` and a dtype by replacing its parameters.
+    """Move a module in place to ``cuda`` and, for floating point, to a dtype, by new parameters.
 
     Torch itself swaps the parameters' data, which fake tensors do not have.
-
-    Args:
-        module: The module, changed in place.
-        dtype: Dtype of floating-point parameters and buffers; None keeps it.
     """
     for part in module.modules():
         for values in (part._parameters, part._buffers):

@@ -19,13 +19,7 @@ Stage = Mapping[str, Any]
 
 
 def predict(stages: Sequence[Stage], device: Device, world_size: int) -> dict[str, Any]:
-    """Predict milliseconds of the optimizer step in the slowest stage, and percent over AdamW.
-
-    Args:
-        stages: Reports of all stages.
-        device: Rates.
-        world_size: Number of ranks.
-    """
+    """Predict milliseconds of the optimizer step in the slowest stage, and percent over AdamW."""
     names = ("adamw", "ours", *(f"muon_{mode}" for mode in MODES))
     times = {
         name: 1e3 * max(sum(_seconds(name, g, device) for g in stage["groups"]) for stage in stages)
@@ -129,13 +123,7 @@ def _training_seconds(stages: Sequence[Stage], device: Device, world_size: int) 
 def recommendations(
     stages: Sequence[Stage], settings: Any, prediction: Mapping[str, Any]
 ) -> list[str]:
-    """Return recommended changes with their reasons.
-
-    Args:
-        stages: Reports of all stages.
-        settings: Settings of the matrix optimizer.
-        prediction: Result of ``predict``.
-    """
+    """Return recommended changes with their reasons."""
     found = []
     groups = [group for stage in stages for group in stage["groups"] if group["matrices"]]
     dmuon = settings.optimizer == "dmuon"

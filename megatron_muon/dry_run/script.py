@@ -65,13 +65,6 @@ def build(
 
     Replaces CUDA, process groups and parts of Megatron for the life of this process.
 
-    Args:
-        command: The script and its arguments.
-        world_size: Number of ranks.
-        rank: The rank to run as.
-        ranks_per_node: Ranks on one node.
-        capability: Compute capability of the GPUs.
-
     Raises:
         ConfigurationError: As a real run would.
         RuntimeError: The script ended without building an optimizer of ours.

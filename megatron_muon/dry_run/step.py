@@ -85,12 +85,6 @@ class _Transport:
 def count_step(plan: Plan, rule: MatrixRule, rank: int, device: torch.device) -> StepCounts:
     """Run and count one step of a rank; call it inside a ``FakeTensorMode``.
 
-    Args:
-        plan: The plan.
-        rule: Its update rule.
-        rank: Rank in the exchange group.
-        device: Device of the tensors.
-
     Raises:
         RuntimeError: The step reads the value of a tensor where it must not.
     """

@@ -11,11 +11,7 @@ MIB, GIB = 2**20, 2**30
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """Return a report as text.
-
-    Args:
-        report: The data of ``--json``.
-    """
+    """Return the data of ``--json`` as text."""
     title = (
         f"dry run: {report['world_size']} ranks, {report['ranks_per_node']} per node; "
         f"one rank of each of {len(report['stages'])} pipeline stages"
@@ -131,12 +127,7 @@ def _prediction(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def plot(report: Mapping[str, Any], path: str) -> None:
-    """Plot load and memory of every rank.
-
-    Args:
-        report: The data of ``--json``.
-        path: Image file; its suffix selects the format.
-    """
+    """Plot load and memory of every rank; the suffix of the path selects the format."""
     import matplotlib
 
     matplotlib.use("Agg")

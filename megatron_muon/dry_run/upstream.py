@@ -14,14 +14,7 @@ MODES = ("blockwise", "duplicated", "distributed")
 
 
 def upstream_load(built: Any, plan: Any, domain: Any, mode: str) -> dict[str, int]:
-    """Return FLOPs, elements, bytes over TP and matrices of the busiest rank, and the padding.
-
-    Args:
-        built: The stage.
-        plan: Our plan of the domain.
-        domain: Dense parameters or experts.
-        mode: One of ``MODES``.
-    """
+    """Return FLOPs, elements, bytes over TP and matrices of the busiest rank, and the padding."""
     from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 
     names = built.optimizer.chained_optimizers[0].setup.names

@@ -30,10 +30,7 @@ def adapter_parameters(shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
     ``lora_A`` is detected by name. ``linear_in`` (r x in) and ``linear_out`` (out x r) are common
     names: a pair of matching shapes is an adapter if it is next to the adapted weight, or narrow
     and in a module named adapter. All other parameters of such a module (a magnitude, a core, a
-    norm) belong to the adapter as well.
-
-    Args:
-        shapes: Unwrapped name and global shape of all parameters, including frozen ones.
+    norm) belong to the adapter as well. Shapes are global and include frozen parameters.
     """
     layers = {found[1] for name in shapes if (found := _WEIGHT.fullmatch(name))}
     roots = {root for name in shapes for root in _roots(name, shapes, layers)}
@@ -48,13 +45,7 @@ def _starts(name: str) -> Iterator[str]:
 def _roots(
     name: str, shapes: Mapping[str, tuple[int, ...]], layers: Collection[str]
 ) -> Iterator[str]:
-    """Yield the adapters' paths that can be derived from one parameter.
-
-    Args:
-        name: Name of the parameter.
-        shapes: Shapes of all parameters.
-        layers: Paths of the modules with a weight.
-    """
+    """Yield the adapters' paths that can be derived from one parameter."""
     pieces = name.split(".")
     for index, piece in enumerate(pieces):
         if _LORA.fullmatch(piece):

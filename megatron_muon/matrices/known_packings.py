@@ -18,10 +18,8 @@ Family = Literal["qkv", "gate_up", "mla", "ssm", ""]
 def packing_by_name(name: str, config: Any, rows: int) -> tuple[Family, Packing] | None:
     """Return family and packing of a linear layer with a known name; None for any other.
 
-    Args:
-        name: Name of the linear layer in its parent, such as ``linear_qkv``.
-        config: Megatron's model configuration, or an object with the same fields.
-        rows: Rows of the whole weight.
+    ``config`` is Megatron's model configuration, or an object with the same fields; ``rows`` are
+    those of the whole weight.
     """
     if name not in _BY_NAME:
         return None

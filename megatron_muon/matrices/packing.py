@@ -42,12 +42,7 @@ class RowPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """The rows of one matrix of a parameter.
-
-    Attributes:
-        rows: Their layout.
-        parts: The parts in storage order; empty for ``WHOLE``.
-    """
+    """The rows of one matrix of a parameter; parts are in storage order, empty for ``WHOLE``."""
 
     rows: RowPacking = RowPacking.WHOLE
     parts: tuple[RowPart, ...] = ()
@@ -58,12 +53,7 @@ class Packing:
         return sum(part.rows for part in self.parts)
 
     def problem(self, rows: int, *, cut: int) -> str | None:
-        """Return why a matrix of this many rows cannot have this packing, None if it can.
-
-        Args:
-            rows: Rows over all TP ranks.
-            cut: Number of TP ranks over which the rows are sharded.
-        """
+        """Return why ``rows`` over ``cut`` TP ranks cannot have this packing, None if they can."""
         if self.rows is RowPacking.WHOLE:
             return None
         parts = ", ".join(f"{part.name} {part.rows}" for part in self.parts)
@@ -87,15 +77,10 @@ WHOLE = Packing()
 
 
 def intervals(packing: Packing, rows: int, split: SplitMode) -> dict[str, list[tuple[int, int]]]:
-    """Return the half-open row intervals of each logical part, in stacking order.
+    """Return the half-open row intervals of each logical part by name, in stacking order.
 
-    Args:
-        packing: Packing of the rows.
-        rows: Number of rows over all TP ranks; ``packing.problem`` must be None for it.
-        split: The split.
-
-    Returns:
-        Part name to intervals; one unnamed part without a split.
+    ``rows`` are those over all TP ranks, for which ``packing.problem`` is None. Without a split
+    there is one unnamed part.
     """
     if split == "none" or packing.rows is RowPacking.WHOLE:
         return {"": [(0, rows)]}
@@ -118,14 +103,7 @@ def intervals(packing: Packing, rows: int, split: SplitMode) -> dict[str, list[t
 def stored_runs(
     packing: Packing, rows: int, *, tp: int, tp_rank: int
 ) -> list[tuple[int, int, int]]:
-    """Return the runs ``(row in the shard, rows, global row)`` that a TP rank stores.
-
-    Args:
-        packing: Packing of the rows.
-        rows: Number of rows over all TP ranks.
-        tp: Number of TP ranks over which the rows are sharded.
-        tp_rank: One of them.
-    """
+    """Return the runs ``(row in the shard, rows, global row)`` that a TP rank stores."""
     if packing.rows is not RowPacking.BLOCKS:
         local = rows // tp
         return [(0, local, tp_rank * local)]

@@ -32,12 +32,7 @@ class ParameterFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """The optimizer of one parameter.
-
-    Attributes:
-        optimizer: ``matrix`` or ``adam``.
-        reason: The reason, for the start-up table.
-    """
+    """The optimizer of one parameter, and the reason for the start-up table."""
 
     optimizer: OptimizerChoice
     reason: str
@@ -46,10 +41,8 @@ class Route:
 def default_route(facts: ParameterFacts, *, min_dim: int) -> Route:
     """Return the route without a rule: weights of linear layers are matrices, all else is Adam's.
 
-    Args:
-        facts: The parameter.
-        min_dim: A matrix with a side shorter than this is assigned to Adam, as it is rather a set
-            of vectors (a gate with one output).
+    A matrix with a side shorter than ``min_dim`` is assigned to Adam, as it is rather a set of
+    vectors (a gate with one output).
     """
     ndim = len(facts.shape)
     if facts.is_adapter:
@@ -72,12 +65,7 @@ def default_route(facts: ParameterFacts, *, min_dim: int) -> Route:
 
 
 def route(facts: ParameterFacts, rule: Rule, *, min_dim: int) -> Route:
-    """Return the route of one parameter; the user's rule takes precedence.
-
-    Args:
-        facts: The parameter.
-        rule: Its merged rule.
-        min_dim: As for ``default_route``.
+    """Return the route of one parameter; the user's merged rule takes precedence.
 
     Raises:
         ValueError: A rule assigns a parameter that is not 2-D, or is tied across pipeline stages,

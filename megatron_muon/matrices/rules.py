@@ -35,12 +35,7 @@ class Rule:
 
 
 def rule_from_mapping(pattern: str, values: Mapping[str, object], source: str) -> Rule:
-    """Build one rule.
-
-    Args:
-        pattern: Glob on the parameter name.
-        values: Keys ``optimizer``, ``split``, ``lr_mult``, ``wd_mult``.
-        source: Flag and text of the rule, for errors.
+    """Build one rule; ``source`` is its flag and text, for errors.
 
     Raises:
         ValueError: Unknown key or value.

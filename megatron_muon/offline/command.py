@@ -24,7 +24,7 @@ from megatron_muon.offline import (
     verification,
 )
 from megatron_muon.offline.errors import CheckpointError
-from megatron_muon.offline.signals import SIGNALS
+from megatron_muon.offline.signals import SIGNALS, handled_by
 
 COMMANDS: dict[str, Any] = {
     "inspect": inspection,
@@ -56,9 +56,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0, 1 on differences, 2 on an error."""
     options = build_parser().parse_args(arguments)
-    # Signals that are ignored (nohup, a background job) stay ignored.
-    handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, _interrupt) for number in handled}
+    with handled_by(_interrupt):
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
     try:
         code: int = options.run(options)
         sys.stdout.flush()
@@ -82,9 +84,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

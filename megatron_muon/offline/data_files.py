@@ -47,17 +47,7 @@ Progress = Callable[[int], None]
 def write_files(
     folder: Path, output: Output, source: Checkpoint | None, workers: int, progress: Progress
 ) -> dict[str, str]:
-    """Write everything but ``common.pt`` and ``metadata.json``.
-
-    Args:
-        folder: Target folder.
-        output: The planned checkpoint.
-        source: The checkpoint that it is derived from.
-        workers: Number of processes; 1 for this process only.
-        progress: Called periodically.
-
-    Returns:
-        SHA-256 of every data file, by name.
+    """Write everything but ``common.pt`` and ``metadata.json``; return SHA-256 by file name.
 
     Raises:
         CheckpointError: The source is damaged, or a tensor does not match the plan.

@@ -99,12 +99,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Export:
-    """The content of a file, whose tensors are read when they are written.
-
-    Attributes:
-        weights: Weights by plain name.
-        states: States by plain name and by our state name.
-    """
+    """The content of a file, whose tensors are read when they are written."""
 
     def __init__(self, checkpoint: Checkpoint, layout: str, names: Names, rows: int | None) -> None:
         self.checkpoint, self.layout, self.names = checkpoint, layout, names

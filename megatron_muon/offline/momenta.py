@@ -75,14 +75,7 @@ def matrix_convention(
     groups: Iterable[Mapping[str, Any]],
     heavy_ball: float | None,
 ) -> Convention:
-    """Return the convention of a source's ``momentum_buffer``.
-
-    Args:
-        optimizer: The optimizer that wrote it.
-        common: Its common state, whose arguments include the factor.
-        groups: Its parameter groups, which include the factor of megatron-core's muon.
-        heavy_ball: β of a sum, by the user's flag.
-    """
+    """Return the convention of ``momentum_buffer``; ``heavy_ball`` is β of a sum, by the user."""
     if heavy_ball is not None:
         return Convention(kind="sum", factor=factor_in_range(heavy_ball, "--heavy-ball"))
     kind: Kind = "dion" if optimizer == "orth_dion" else "average"

@@ -13,36 +13,27 @@ from megatron_muon.offline.errors import CheckpointError
 from megatron_muon.offline.index import Chunk, Place, TensorInfo
 from megatron_muon.offline.reading import Checkpoint
 
+Shape = tuple[int, ...]
+
 
 class Value(Protocol):
     """The source of a chunk's elements."""
 
-    def tensor(
-        self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def tensor(self, source: Checkpoint | None, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """Compute the elements in the chunk's shape."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A box of a source tensor, times a factor.
-
-    Attributes:
-        info: The tensor.
-        offset: First index along every axis.
-        shape: Size along every axis; as many elements as the chunk.
-        factor: Multiplied with all elements.
-    """
+    """A box of a source tensor, with as many elements as the chunk, times a factor."""
 
     info: TensorInfo
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    offset: Shape
+    shape: Shape
     factor: float = 1.0
 
-    def tensor(
-        self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def tensor(self, source: Checkpoint | None, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """Read and multiply, in float32 or wider, rounded once."""
         assert source is not None
         values = source.read_box(self.info.key, self.offset, self.shape)
@@ -61,9 +52,7 @@ def whole(info: TensorInfo) -> Box:
 class Zeros:
     """Elements without a source."""
 
-    def tensor(
-        self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def tensor(self, source: Checkpoint | None, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """Return zeros."""
         return torch.zeros(shape, dtype=dtype)
 
@@ -75,25 +64,17 @@ class OutChunk:
     The stored bytes of a source chunk (``Place``) can be copied, as they do not contain a name.
     """
 
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    offset: Shape
+    shape: Shape
     value: Value | Place
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutTensor:
-    """A tensor to be written.
-
-    Attributes:
-        key: Its key.
-        shape: Global shape.
-        dtype: Its dtype.
-        chunks: Disjoint boxes that cover it.
-        rule: The source of its elements, in words.
-    """
+    """A tensor to be written as disjoint chunks; ``rule`` describes the source of its elements."""
 
     key: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     chunks: tuple[OutChunk, ...]
     rule: str
@@ -151,23 +132,19 @@ def in_chunks_of(
     return OutTensor(key=key, shape=info.shape, dtype=dtype, chunks=chunks, rule=rule)
 
 
-def in_one_chunk(
-    key: str, shape: tuple[int, ...], dtype: torch.dtype, rule: str, value: Value
-) -> OutTensor:
+def in_one_chunk(key: str, shape: Shape, dtype: torch.dtype, rule: str, value: Value) -> OutTensor:
     """Return a tensor of a single chunk."""
     chunk = OutChunk(offset=(0,) * len(shape), shape=shape, value=value)
     return OutTensor(key=key, shape=shape, dtype=dtype, chunks=(chunk,), rule=rule)
 
 
-def described(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+def described(shape: Shape, dtype: torch.dtype) -> str:
     """Return shape and dtype for a listing."""
     sizes = "x".join(str(size) for size in shape) or "scalar"
     return f"{sizes}  {str(dtype).removeprefix('torch.')}"
 
 
-def require_form(
-    values: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str
-) -> None:
+def require_form(values: torch.Tensor, shape: Shape, dtype: torch.dtype, name: str) -> None:
     """Refuse a computed tensor of another shape or dtype than planned."""
     if tuple(values.shape) != shape or values.dtype != dtype:
         raise CheckpointError(

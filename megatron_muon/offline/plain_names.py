@@ -23,6 +23,7 @@ import torch
 from megatron_muon.matrices import WHOLE, Packing, intervals
 from megatron_muon.offline.errors import CheckpointError, and_more
 from megatron_muon.offline.foreign import Foreign
+from megatron_muon.offline.outputs import Shape
 from megatron_muon.offline.parameters import StoredParameter
 from megatron_muon.offline.reading import Checkpoint
 
@@ -107,10 +108,7 @@ def plain_tensors(
 ) -> tuple[PlainTensor, ...]:
     """Return all tensors outside Megatron, in the order of the checkpoint's keys.
 
-    Args:
-        parameters: Parameters of the model part, by key.
-        names: The naming scheme.
-        vocabulary: Rows of embeddings and output layer without padding, None for all.
+    ``vocabulary`` is the number of vocabulary rows without padding, None for all.
     """
     every = [parameter for found in parameters.values() for parameter in found]
     packings = {p.name: p.packing for p in every}
@@ -209,12 +207,7 @@ _FEED_FORWARD = {
 
 
 def hf_name(name: str, part: str, is_mla: bool) -> str:
-    """Return the name of a part of a parameter in Hugging Face's form.
-
-    Args:
-        name: Name in Megatron's model, with separate experts.
-        part: Fused part, empty for the whole.
-        is_mla: True for a model with multi-latent attention.
+    """Return the Hugging Face name of a part of a parameter, empty for the whole parameter.
 
     Raises:
         KeyError: There is no such name.
@@ -259,9 +252,7 @@ class FromFile:
     parts: tuple[tuple[PlainTensor | None, torch.Tensor], ...]
     factor: float = 1.0
 
-    def tensor(
-        self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def tensor(self, source: Checkpoint | None, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """Assemble the elements; rows in no plain tensor (padding) are zero."""
         whole: torch.Tensor | None = None
         for plain, values in self.parts:
@@ -302,25 +293,26 @@ def without_wrappers(foreign: Foreign, known: Collection[str]) -> tuple[Foreign,
     A prefix is removed if all weights (or all states) have it: ``module.``, or any other without
     which all names are known.
     """
-    weights, states = _bare(foreign.weights, known), _bare(foreign.states, known)
+    (weights, removed), (states, more) = (
+        _bare(n, known) for n in (foreign.weights, foreign.states)
+    )
     for names in (weights, states):
         twice = [name for name, count in Counter(names.values()).items() if count > 1]
         if twice:
             raise CheckpointError(
                 f"{foreign.path} has {twice[0]} twice, of a wrapped model and of a bare model."
             )
-    removed = {piece for new in (weights, states) for piece in _removed(new)}
     renamed = replace(
         foreign,
         weights={weights[name]: weight for name, weight in foreign.weights.items()},
         states={states[name]: kept for name, kept in foreign.states.items()},
         momenta={states[name]: kept for name, kept in foreign.momenta.items()},
     )
-    return renamed, ", ".join(sorted(f"'{piece}.'" for piece in removed))
+    return renamed, ", ".join(sorted(f"'{piece}.'" for piece in removed | more))
 
 
-def _bare(names: Iterable[str], known: Collection[str]) -> Mapping[str, str]:
-    """Return the new names by the old ones."""
+def _bare(names: Iterable[str], known: Collection[str]) -> tuple[dict[str, str], set[str]]:
+    """Return the new names by the old ones, and the removed pieces and prefix."""
     split = {name: [piece for piece in name.split(".") if piece not in _ANYWHERE] for name in names}
     columns = zip(*(pieces[:-1] for pieces in split.values()), strict=False)
     shared = [column[0] for column in takewhile(lambda column: len({*column}) == 1, columns)]
@@ -329,18 +321,9 @@ def _bare(names: Iterable[str], known: Collection[str]) -> Mapping[str, str]:
         if all(".".join(pieces[length:]) in known for pieces in split.values()):
             depth = length
             break
-    return {name: ".".join(pieces[depth:]) for name, pieces in split.items()}
-
-
-def _removed(new_names: Mapping[str, str]) -> Iterable[str]:
-    """Yield the removed prefix, and pieces removed inside names."""
-    for old, new in new_names.items():
-        pieces = old.split(".")
-        yield from (piece for piece in _ANYWHERE if piece in pieces)
-        left = [piece for piece in pieces if piece not in _ANYWHERE]
-        prefix = left[: len(left) - len(new.split("."))]
-        if prefix:
-            yield ".".join(prefix)
+    removed = {piece for name in split for piece in name.split(".") if piece in _ANYWHERE}
+    removed |= {".".join(shared[:depth])} if depth else set()
+    return {name: ".".join(pieces[depth:]) for name, pieces in split.items()}, removed
 
 
 def explain_kept_prefix(strange: Iterable[str], foreign: Foreign, known: Collection[str]) -> str:

@@ -8,12 +8,7 @@ from typing import TextIO
 
 
 class ProgressReport:
-    """Counts bytes and prints the completed fraction.
-
-    Args:
-        total: Total number of bytes.
-        stream: Output: one updated line on a terminal, else a line every 10 seconds.
-    """
+    """Prints the completed fraction of a number of bytes, on a terminal in one updated line."""
 
     def __init__(self, total: int, stream: TextIO = sys.stderr) -> None:
         self._total, self._done = max(total, 1), 0

@@ -36,12 +36,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def find_folder(path: Path, step: int | None = None) -> Path:
-    """Return the folder of one iteration.
-
-    Args:
-        path: That folder, or a run's --save folder.
-        step: Iteration; None for the last one.
-    """
+    """Return the folder of an iteration (None: the last), given itself or a run's --save folder."""
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder.")
     if (path / INDEX_FILE).exists() or (path / BACKEND_FILE).exists():
@@ -134,14 +129,7 @@ class Checkpoint:
         sizes: Sequence[int],
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Read a box of a tensor, assembled from the overlapping chunks one at a time.
-
-        Args:
-            key: The tensor's key.
-            offsets: First index along every axis.
-            sizes: Size along every axis.
-            dtype: Dtype of the result; None for the tensor's own.
-        """
+        """Read a box of a tensor, assembled from the overlapping chunks one at a time."""
         info = self._info(key)
         ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
         if any(o < 0 or e > n for o, e, n in zip(offsets, ends, info.shape, strict=True)):

@@ -12,7 +12,7 @@ from megatron_muon.linalg import full_precision_matmul, gram
 from megatron_muon.matrices import intervals, merged_rule
 from megatron_muon.offline.errors import CheckpointError
 from megatron_muon.offline.index import TensorInfo
-from megatron_muon.offline.outputs import Box, OutTensor, copied, in_one_chunk
+from megatron_muon.offline.outputs import Box, OutTensor, Shape, copied, in_one_chunk
 from megatron_muon.offline.parameters import StoredParameter
 from megatron_muon.offline.reading import Checkpoint
 from megatron_muon.offline.settings import ConvertSettings, no_split_flag
@@ -28,14 +28,10 @@ Orth-Dion is a further one."""
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """V of one logical matrix.
+    """V of one logical matrix, given by rows of its parameter.
 
-    Attributes:
-        name: Name of the matrix.
-        rows: Half-open row intervals of the matrix in its parameter.
-        shape: Shape of the parameter.
-        momentum: The parameter's momentum up to a factor; V is its leading right singular subspace.
-            None for the seeded V of a new run.
+    V is the leading right singular subspace of ``momentum``, the parameter's up to a factor; the
+    seeded V of a new run if that is None.
     """
 
     name: str
@@ -43,9 +39,7 @@ class Factor:
     shape: tuple[int, ...]
     momentum: Box | None
 
-    def tensor(
-        self, source: Checkpoint | None, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def tensor(self, source: Checkpoint | None, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """Compute V (short side, rank); the seeded V for a zero momentum."""
         if self.momentum is None:
             return seeded_right_factor(self.name, shape[0], shape[1], dtype=dtype)
@@ -57,16 +51,10 @@ class Factor:
 
 
 def leading_right_subspace(matrix: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    """Compute an orthonormal basis of the leading right singular subspace of a tall matrix.
+    """Return a basis (short side, rank) of the leading right singular subspace, in fp32.
 
-    A matrix with m < n is transposed first, as in Orth-Dion.
-
-    Args:
-        matrix: (m, n), fp32.
-        start: (short side, rank), start of a subspace iteration.
-
-    Returns:
-        (short side, rank), fp32; ``start`` if the matrix is zero or not finite.
+    A matrix with m < n is transposed first, as in Orth-Dion. The result is ``start``, of the same
+    shape, if the matrix is zero or not finite.
     """
     m, n = matrix.shape
     tall = matrix if m >= n else matrix.T
@@ -97,11 +85,7 @@ def factor_tensors(
 ) -> Iterator[OutTensor]:
     """Yield the right factors of all matrices of a parameter, named as by ``logical_matrices``.
 
-    Args:
-        parameter: The parameter.
-        settings: Settings of the conversion.
-        momentum: Its momentum, None if it starts at zero.
-        kept: Right factors of the source; one of matching shape and dtype is copied.
+    A factor in ``kept`` of matching shape and dtype is copied; momentum None is zero.
     """
     matrix = settings.matrix
     rule = merged_rule(matrix.rules, parameter.name)

@@ -168,11 +168,7 @@ def _is_upstream_matrix(parameter: StoredParameter) -> bool:
 
 
 def parse_version(text: str) -> tuple[int, int]:
-    """Return (major, minor) of ``0.19`` or ``0.19.2``.
-
-    Raises:
-        argparse.ArgumentTypeError: The text is not a version.
-    """
+    """Return (major, minor) of ``0.19`` or ``0.19.2``, as a type for argparse."""
     match = re.match(r"(\d+)\.(\d+)", text)
     if match is None or (int(match[1]), int(match[2])) < (0, 5):
         raise argparse.ArgumentTypeError(f"'{text}' is not a version; type for example 0.19")

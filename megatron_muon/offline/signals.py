@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -20,24 +20,26 @@ def signals_held() -> Iterator[None]:
     """
     deferred: list[int] = []
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    handlers = _replace_handlers(deferred)
+    is_main = threading.current_thread() is threading.main_thread()
     try:
-        yield
+        with handled_by(lambda number, _: deferred.append(number)) if is_main else nullcontext():
+            yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for late in deferred:
             signal.raise_signal(late)
 
 
-def _replace_handlers(deferred: list[int]) -> dict[signal.Signals, Any]:
-    """Record signals instead, which is possible only in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        return {}
+@contextmanager
+def handled_by(handler: Callable[[int, Any], object]) -> Iterator[None]:
+    """Install a handler and restore the previous ones; ignored signals (nohup) stay ignored."""
     found = {number: signal.getsignal(number) for number in SIGNALS}
-    # Ignored signals stay ignored; None is a handler not installed by Python.
-    handlers = {n: h for n, h in found.items() if h is not None and h != signal.SIG_IGN}
-    for number in handlers:
-        signal.signal(number, lambda number, _: deferred.append(number))
-    return handlers
+    # None is a handler not installed by Python.
+    previous = {n: h for n, h in found.items() if h is not None and h != signal.SIG_IGN}
+    for number in previous:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)

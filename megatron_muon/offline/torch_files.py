@@ -39,17 +39,11 @@ def write_torch_file(
     overwrite: bool,
     progress: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Write a file for ``torch.load``, with at most one tensor in memory.
+    """Write nested dicts with ``ToWrite`` for tensors, with at most one tensor in memory.
 
     The file is first written without elements (``torch.serialization.skip_data``), which are then
     filled in. It appears under its name when complete. ``HuggingFaceStorageWriter`` is not used, as
     it holds all tensors of a file.
-
-    Args:
-        path: The file.
-        content: Nested dicts and lists of plain values, with ``ToWrite`` for tensors.
-        overwrite: Replace an existing file.
-        progress: Called with the bytes of every written tensor.
     """
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path} would be a torch.save file; name it .pt.")

@@ -76,13 +76,7 @@ def compare(
     """Yield every name and a description of its difference, None without one.
 
     Layers that only one of them stacks are compared as well, and states for which megatron-core has
-    several keys.
-
-    Args:
-        first: A checkpoint.
-        second: Another one.
-        tolerance: Largest allowed difference relative to the tensor's largest value.
-        part: ``weights``, ``optimizer`` or ``all``.
+    several keys. ``tolerance`` is relative to the tensor's largest value.
     """
     if part != "weights" and has_buckets(first) != has_buckets(second):
         one = first if has_buckets(first) else second

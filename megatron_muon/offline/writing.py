@@ -41,16 +41,7 @@ def write_checkpoint(
     workers: int = 1,
     progress: Progress | None = None,
 ) -> None:
-    """Write a checkpoint completely or not at all.
-
-    Args:
-        folder: The folder of the iteration, ``…/iter_0000100``.
-        output: The planned checkpoint.
-        source: The checkpoint that it is derived from.
-        overwrite: Replace an existing checkpoint.
-        workers: Number of writing processes; 1 for this process only.
-        progress: Called periodically with the bytes written since the last call.
-    """
+    """Write the folder of an iteration, ``…/iter_0000100``, completely or not at all."""
     with (
         _translate_errors(folder, "no partial output was left"),
         _staging_folder(folder, source, overwrite) as staging,
