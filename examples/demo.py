@@ -1,7 +1,7 @@
-"""Trains one small GPT twice on real text, with dmuon and with adam, on four CPU ranks.
+"""Trains a small GPT on real text, with dmuon and with adam, on four CPU ranks.
 
 Real megatron-core, tensor parallel 2 × data parallel 2 over gloo, with the distributed optimizer
-and its overlapped gradient reduction and parameter gather. Both runs see the same seed and data.
+and its overlapped gradient reduction and parameter gather. Both runs use the same seed and data.
 
     make demo        (or: .venv/bin/python examples/demo.py)
 
@@ -30,9 +30,9 @@ from text_corpus import VOCAB_SIZE, CorpusInfo, build_corpus
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHER = ("-m", "megatron_muon.launch", "--cpu")
 RANKS = 4
-# Also for a rank that never comes up: nothing in the demo is silent for so long.
+# Also covers a rank that never starts: the demo is never silent for so long.
 SILENCE_LIMIT_S = 180
-# The first steps allocate and warm up; their times say nothing.
+# The first steps allocate and warm up; their times are not representative.
 WARM_UP_STEPS = 3
 
 MODEL_FLAGS = (
@@ -54,9 +54,9 @@ TRAINING_FLAGS = (
 )
 # The timers are written at logging level INFO (20).
 LOG_FLAGS = "--log-interval 1 --timing-log-level 1 --timing-log-option max --logging-level 20"
-# Chosen by the loss on held-out text, one seed: adam has the best of 1e-3, 2e-3 and 4e-3; dmuon has
-# adam's rate for all but the matrices, and for those the best of 2e-3, 4e-3, 1e-2. The scale mode
-# gives matrix updates about the size of Adam's.
+# Selected by the loss on held-out text, one seed: adam has the best of 1e-3, 2e-3 and 4e-3; dmuon
+# has adam's rate for all parameters but matrices, and for these the best of 2e-3, 4e-3, 1e-2. The
+# scale mode gives matrix updates about the size of Adam's.
 OPTIMIZER_FLAGS = {
     "dmuon": "--optimizer dmuon --muon-scale-mode match_rms_adamw --muon-momentum 0.95"
     " --muon-nesterov --lr 2e-3 --min-lr 2e-4 --matrix-lr 1e-2 --matrix-min-lr 1e-3",
@@ -66,7 +66,7 @@ OPTIMIZER_FLAGS = {
 ITERATION = re.compile(
     r"iteration +(\d+)/ *\d+ \|.*elapsed time per iteration \(ms\): ([\d.]+) .*lm loss: (\S+)"
 )
-# Distinct from `optimizer-inner-step` and other parts of it.
+# Does not match `optimizer-inner-step` and other parts.
 OPTIMIZER_TIMER = re.compile(r"^ +optimizer \.+: ([\d.]+)")
 VALIDATION = re.compile(r"on validation set \| lm loss value: (\S+)")
 RANK_PREFIX = re.compile(r"^\[default(\d+)\]:")
@@ -74,12 +74,12 @@ FIRST_FAILURE = re.compile(r"Root Cause.*?local_rank: (\d+)", re.DOTALL)
 
 
 class RunFailed(Exception):
-    """A training run ended badly; the message holds the end of the log that says why."""
+    """A training run failed; the message has the end of its log."""
 
 
 @dataclasses.dataclass
 class RunResult:
-    """What one run's log says."""
+    """Values from the log of one run."""
 
     optimizer: str
     losses: dict[int, float] = dataclasses.field(default_factory=dict)
@@ -89,15 +89,15 @@ class RunResult:
     wall_s: float = 0.0
 
     def median_step_ms(self) -> float:
-        """Time of a whole iteration."""
+        """Return the time of a whole iteration."""
         return statistics.median(self.step_times_ms[WARM_UP_STEPS:])
 
     def median_optimizer_ms(self) -> float:
-        """Time in `optimizer.step`, of the slowest rank, as Megatron's timer has it."""
+        """Return the time in `optimizer.step` of the slowest rank, by Megatron's timer."""
         return statistics.median(self.optimizer_times_ms[WARM_UP_STEPS:])
 
     def read(self, line: str) -> bool:
-        """Takes what a log line says; True for a finished iteration."""
+        """Parse a log line; return True for a finished iteration."""
         if match := ITERATION.search(line):
             iteration, step_ms, loss = match.groups()
             self.losses[int(iteration)] = float(loss)
@@ -111,11 +111,11 @@ class RunResult:
 
 
 def command(optimizer: str, corpus: CorpusInfo, iterations: int, logs: Path) -> list[str]:
-    """The command line of one run."""
+    """Return the command line of one run."""
     torchrun = f"--standalone --nproc-per-node {RANKS} --redirects 3 --tee 3 --log-dir"
     data = (
         f"--tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE} --split {corpus.split}"
-        # No padding tokens beyond what tensor parallelism needs: they would take part in the loss.
+        # No more padding tokens than tensor parallelism requires: they contribute to the loss.
         " --make-vocab-size-divisible-by 1"
     )
     flags = (OPTIMIZER_FLAGS[optimizer], MODEL_FLAGS, PARALLEL_FLAGS, TRAINING_FLAGS, LOG_FLAGS)
@@ -129,10 +129,10 @@ def command(optimizer: str, corpus: CorpusInfo, iterations: int, logs: Path) -> 
 
 
 def output_lines(process: subprocess.Popen[str]) -> Iterator[str]:
-    """The lines of a process as they come.
+    """Yield the lines of a process as they arrive.
 
     Raises:
-        TimeoutError: The process has said nothing for SILENCE_LIMIT_S.
+        TimeoutError: The process was silent for SILENCE_LIMIT_S.
     """
     assert process.stdout is not None
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -154,16 +154,16 @@ def output_lines(process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 def train(optimizer: str, corpus: CorpusInfo, iterations: int, out: Path) -> RunResult:
-    """One run on four ranks, with a line of progress now and then."""
+    """Run on four ranks, with periodic progress lines."""
     logs = out / "logs" / optimizer
     logs.mkdir(parents=True, exist_ok=True)
     log_file = out / "logs" / f"{optimizer}.log"
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
-        # Megatron refuses tensor parallelism without it.
+        # Megatron requires it for tensor parallelism.
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        # Each rank warns a dozen times that there is no Transformer Engine and no Apex.
+        # Each rank repeatedly warns about missing Transformer Engine and Apex.
         "PYTHONWARNINGS": "ignore::UserWarning",
     }
     result = RunResult(optimizer)
@@ -195,19 +195,19 @@ def train(optimizer: str, corpus: CorpusInfo, iterations: int, out: Path) -> Run
                 f"{optimizer}: no output for {SILENCE_LIMIT_S} s\n{tail(log_file)}"
             ) from None
         finally:
-            # Ends the ranks as well; does nothing where all is over.
+            # Also ends the ranks; no effect after the end.
             process.terminate()
     result.wall_s = time.monotonic() - started
     if process.returncode != 0 or iterations not in result.losses:
         raise RunFailed(
-            f"{optimizer}: ended with exit code {process.returncode} after"
+            f"{optimizer}: failed with exit code {process.returncode} after"
             f" {len(result.losses)} of {iterations} iterations\n{failure_log(log_file, logs)}"
         )
     return result
 
 
 def show_progress(result: RunResult, iterations: int, elapsed_s: float) -> None:
-    """A line for the first iteration and every tenth."""
+    """Print a line for the first and every tenth iteration."""
     iteration, loss = list(result.losses.items())[-1]
     if iteration == 1 or iteration % 10 == 0 or iteration == iterations:
         print(
@@ -218,27 +218,27 @@ def show_progress(result: RunResult, iterations: int, elapsed_s: float) -> None:
 
 
 def tail(path: Path, lines: int = 30) -> str:
-    """The end of a log file under its name."""
+    """Return the end of a log file under its name."""
     text = path.read_text(errors="replace").splitlines()
     return "\n".join([f"--- end of {path}", *text[-lines:]])
 
 
 def failure_log(log_file: Path, logs: Path) -> str:
-    """The end of the log of the rank that failed first, or of the whole run if none is named.
+    """Return the end of the log of the first failed rank, or of the run if none is named.
 
     And that of rank 0: what is refused on all ranks is explained on that one alone.
     """
     match = FIRST_FAILURE.search(log_file.read_text(errors="replace"))
     if match is None:
         return tail(log_file)
-    # torchrun makes a folder for each run; the newest is this one's.
+    # torchrun creates a folder per run; the newest belongs to this one.
     run = max((path for path in logs.iterdir() if path.is_dir()), key=os.path.getmtime)
     errors = [run / "attempt_0" / str(rank) / "stderr.log" for rank in sorted({0, int(match[1])})]
     return "\n".join(tail(path) for path in errors if path.stat().st_size)
 
 
 def table(results: list[RunResult], iterations: int) -> str:
-    """Loss, step time and optimizer time of the runs side by side, in Markdown."""
+    """Return a Markdown table of loss, step time and optimizer time of the runs."""
     marks = [1, *(round(iterations * k / 6) for k in range(1, 7))]
     validation = [
         "–" if result.validation_loss is None else f"{result.validation_loss:.4f}"
@@ -253,7 +253,7 @@ def table(results: list[RunResult], iterations: int) -> str:
         ),
         ("loss on held-out text", validation),
         ("step, median (ms)", [f"{result.median_step_ms():.0f}" for result in results]),
-        ("of it optimizer (ms)", [f"{result.median_optimizer_ms():.1f}" for result in results]),
+        ("optimizer part (ms)", [f"{result.median_optimizer_ms():.1f}" for result in results]),
         ("whole run (s)", [f"{result.wall_s:.0f}" for result in results]),
     ]
     return "\n".join(
@@ -263,7 +263,7 @@ def table(results: list[RunResult], iterations: int) -> str:
 
 
 def plot(results: list[RunResult], path: Path) -> None:
-    """The loss curves."""
+    """Plot the loss curves."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -283,19 +283,19 @@ def plot(results: list[RunResult], path: Path) -> None:
 
 
 def settings_of(results: list[RunResult]) -> str:
-    """What the table was measured with, for whoever finds it alone."""
+    """Return the settings and environment of the table."""
     lines = [f"- {r.optimizer}: `{OPTIMIZER_FLAGS[r.optimizer]}`" for r in results]
     lines += [
         f"- both, on {RANKS} CPU ranks: `{MODEL_FLAGS} {PARALLEL_FLAGS} {TRAINING_FLAGS}`",
         f"- torch {version('torch')}, megatron-core {version('megatron-core')}, one seed",
-        f"- {os.cpu_count()} cores; times mean little when the machine is busy with something else",
+        f"- {os.cpu_count()} cores; times are unreliable on a busy machine",
         "- Megatron prints the mean of iterations 1 and 2 as the loss of iteration 2",
     ]
     return "\n".join(lines)
 
 
 def write_results(results: list[RunResult], iterations: int, out: Path) -> str:
-    """Writes the table, the numbers behind it and the picture; returns the table."""
+    """Write the table, its data and the plot; return the table."""
     markdown = table(results, iterations)
     (out / "result.md").write_text(f"{markdown}\n\n{settings_of(results)}\n")
     numbers = {
@@ -324,22 +324,24 @@ def write_results(results: list[RunResult], iterations: int, out: Path) -> str:
 
 
 def main() -> int:
-    """The command line; the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--iterations", type=int, default=100, help="of each run (default: 100)")
+    parser.add_argument(
+        "--iterations", type=int, default=100, help="iterations of each run (default: 100)"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "demo_output", help="folder to write to")
     parser.add_argument(
         "--optimizers",
         nargs="+",
         choices=list(OPTIMIZER_FLAGS),
         default=list(OPTIMIZER_FLAGS),
-        help="which runs, in this order (default: dmuon adam)",
+        help="runs, in this order (default: dmuon adam)",
     )
     arguments = parser.parse_args()
     if arguments.iterations <= WARM_UP_STEPS + 10:
         parser.error(f"--iterations must be more than {WARM_UP_STEPS + 10}: warm-up comes first")
     out = arguments.out.resolve()
-    # As on Ctrl-C: leave by way of the `finally` that ends the ranks.
+    # As on Ctrl-C: exit through the `finally` that ends the ranks.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
     print("Corpus: Python's sources and manual, torch's docstrings, byte tokens", flush=True)

@@ -1,10 +1,10 @@
-"""AdamW, DMuon, Dion and Orth-Dion on the same text, model and budget, on real megatron-core.
+"""Compares AdamW, DMuon, Dion and Orth-Dion on one text, model and budget, on megatron-core.
 
     OMP_NUM_THREADS=1 .venv/bin/python examples/orth_dion_study.py
 
-Every optimizer has the best of a small grid of learning rates by the loss on held-out text, one
-seed. A run is one process (the update does not depend on the layout); two run at a time. The bytes
-are those of the plan for the same model on four ranks, TP4 and TP2 x DP2, which is built there.
+Every optimizer uses the best of a small grid of learning rates by the loss on held-out text, one
+seed. A run is one process (the update does not depend on the layout); two run at a time. Bytes are
+those of the plan for the same model on four ranks, TP4 and TP2 x DP2.
 Writes result.json, result.md and loss.png to study_output/.
 """
 
@@ -51,8 +51,8 @@ class Contender:
     """One row of the table.
 
     Attributes:
-        name: As shown.
-        rates: Learning rates tried, of the matrices (AdamW: of everything).
+        name: Name in the table.
+        rates: Learning rates tried, of matrices (AdamW: of all parameters).
         matrix: Settings of the matrix optimizer, None for AdamW.
     """
 
@@ -62,7 +62,7 @@ class Contender:
 
 
 def contenders() -> list[Contender]:
-    """AdamW, dmuon, and Orth-Dion at four ranks with three right factors (colnorm is Dion)."""
+    """Return AdamW, dmuon, and Orth-Dion at four ranks with three right factors."""
     found = [
         Contender(name="AdamW", rates=(5e-4, 1e-3, 2e-3, 4e-3), matrix=None),
         Contender(
@@ -93,7 +93,7 @@ def contenders() -> list[Contender]:
 
 
 def corpus(megabytes: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Byte tokens of the training text and of the held-out text."""
+    """Return byte tokens of the training text and of the held-out text."""
     tokens = [
         torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
         for text in select_documents(int(megabytes * 1_000_000))
@@ -108,14 +108,14 @@ def corpus(megabytes: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def batches(text: torch.Tensor, count: int, seed: int) -> torch.Tensor:
-    """(count, batch, sequence + 1) windows at random places."""
+    """Return (count, batch, sequence + 1) windows at random positions."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - SEQUENCE - 1, (count, BATCH), generator=generator)
     return text[starts[..., None] + torch.arange(SEQUENCE + 1)]
 
 
 def build(contender: Contender, rate: float, tp: int = 1) -> tuple[Any, Any]:
-    """The wrapped model and its optimizer, on the process groups that are made here."""
+    """Create process groups, and build the wrapped model and its optimizer."""
     from benchmarks.models import ModelSize, build_model, make_optimizer, wrap
 
     layout(tp, seed=SEED)
@@ -132,7 +132,7 @@ def build(contender: Contender, rate: float, tp: int = 1) -> tuple[Any, Any]:
 
 
 def train(rank: int, contender: Contender, rate: float, steps: int, data: str) -> dict[str, Any]:
-    """One run in a process of its own."""
+    """Run one contender in its own process."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     from benchmarks.models import backward, loss_of
@@ -177,7 +177,7 @@ def train(rank: int, contender: Contender, rate: float, steps: int, data: str) -
 
 
 def count_bytes(rank: int, contender: Contender, tp: int) -> dict[str, int]:
-    """What a rank of four sends in a step at most, from the plan."""
+    """Return the maximum bytes that one of four ranks sends in a step, from the plan."""
     from megatron_muon.integration.report import adam_traffic_bytes
 
     model, optimizer = build(contender, 1e-2, tp)
@@ -189,10 +189,10 @@ def count_bytes(rank: int, contender: Contender, tp: int) -> dict[str, int]:
 
 
 def run_all(found: list[Contender], steps: int, data: str) -> list[dict[str, Any]]:
-    """Every contender at every rate, two at a time; the best rate of each."""
+    """Run all contenders at all rates, two at a time; return the best rate of each."""
     jobs = [(contender, rate) for contender in found for rate in contender.rates]
     runs: list[dict[str, Any]] = []
-    # Each forks a rank of its own: Megatron's groups are made once in the life of a process.
+    # Each forks its own rank: Megatron's groups are created once per process.
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
         futures: list[Future[list[dict[str, Any]]]] = [
             pool.submit(run_ranks, 1, train, contender, rate, steps, data, timeout=LIMIT_S)
@@ -215,11 +215,12 @@ def run_all(found: list[Contender], steps: int, data: str) -> list[dict[str, Any
 
 
 def table(best: list[dict[str, Any]]) -> str:
-    """The Markdown table."""
+    """Return the Markdown table."""
     lines = [
         (
-            "| optimizer | held-out loss | learning rate (tried) | optimizer, ms a step | run, s | "
-            "exchange at TP4, MB a rank and step | at TP2·DP2, MB (AdamW's own traffic) |"
+            "| optimizer | held-out loss | learning rate (tested) | optimizer, ms per step | "
+            "run, s | exchange at TP4, MB per rank and step | "
+            "at TP2·DP2, MB (AdamW's own traffic) |"
         ),
         "|---|---|---|---|---|---|---|",
     ]
@@ -235,7 +236,7 @@ def table(best: list[dict[str, Any]]) -> str:
 
 
 def plot(best: list[dict[str, Any]], path: Path) -> None:
-    """Running mean of the training loss over steps."""
+    """Plot the running mean of the training loss."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -258,12 +259,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=150, help="steps of a run")
+    parser.add_argument("--steps", type=int, default=150, help="steps per run")
     parser.add_argument("--out", type=Path, default=ROOT / "study_output", help="folder to write")
-    parser.add_argument("--only", default="", help="contenders whose name contains this")
+    parser.add_argument("--only", default="", help="run only contenders with this in their name")
     options = parser.parse_args()
     cpu.enable()
-    import benchmarks.models  # noqa: F401 - so that forks need not import Megatron
+    import benchmarks.models  # noqa: F401 - imports Megatron once, before the forks
 
     options.out.mkdir(parents=True, exist_ok=True)
     train_text, held_out = corpus(2.0)

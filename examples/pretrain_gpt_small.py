@@ -1,6 +1,6 @@
 """An ordinary Megatron pretraining script: a GPT on an indexed dataset, configured by flags.
 
-It knows nothing about megatron_muon. Like any script of one's own it is run by the launcher:
+It is independent of megatron_muon and, like any script, run by the launcher:
 
     torchrun ... -m megatron_muon.launch examples/pretrain_gpt_small.py <Megatron's flags>
 """
@@ -27,10 +27,10 @@ LossReport = tuple[torch.Tensor, torch.Tensor, Batch]
 def build_datasets(
     samples: tuple[int, int | None, int], vp_stage: int | None = None
 ) -> list[GPTDataset | None]:
-    """The train, validation and test sets of `--data-path` and `--split`.
+    """Build the train, validation and test sets of `--data-path` and `--split`.
 
-    Every rank reads for itself, the ranks of a tensor-parallel group the same samples: on a mapped
-    file that costs less than a broadcast.
+    Every rank reads its own samples, the same within a tensor-parallel group: for a mapped file
+    that costs less than a broadcast.
     """
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
@@ -45,7 +45,7 @@ def build_datasets(
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
-        # Causal attention needs no explicit mask.
+        # Causal attention requires no explicit mask.
         create_attention_mask=False,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
     )
@@ -55,7 +55,7 @@ def build_datasets(
 
 
 def next_batch(data: Iterator[Batch], vp_stage: int | None) -> dict[str, torch.Tensor | None]:
-    """The tensors of one micro-batch, on the device; all None in the middle of a pipeline."""
+    """Return the tensors of one micro-batch, on the device; all None inside a pipeline."""
     keys = ("tokens", "position_ids", "labels", "loss_mask")
     if not is_first_or_last_pipeline_stage(vp_stage):
         return dict.fromkeys(keys)
@@ -64,8 +64,8 @@ def next_batch(data: Iterator[Batch], vp_stage: int | None) -> dict[str, torch.T
 
 
 def masked_loss(loss_mask: torch.Tensor | None, losses: torch.Tensor) -> LossReport:
-    """Sum of the token losses, number of tokens, and both again for the log."""
-    # Megatron asks for the loss on the last stage only, where the batch is there.
+    """Return the sum of the token losses, the number of tokens, and both for the log."""
+    # Megatron computes the loss on the last stage only, which has the batch.
     assert loss_mask is not None
     mask = loss_mask.view(-1).float()
     total = torch.sum(losses.view(-1).float() * mask)
@@ -76,7 +76,7 @@ def masked_loss(loss_mask: torch.Tensor | None, losses: torch.Tensor) -> LossRep
 def forward_step(
     data: Iterator[Batch], model: torch.nn.Module
 ) -> tuple[torch.Tensor, Callable[[torch.Tensor], LossReport]]:
-    """One micro-batch through this rank's part of the model."""
+    """Run one micro-batch through this rank's part of the model."""
     timers: Any = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = next_batch(data, get_attr_wrapped_model(model, "vp_stage"))
@@ -86,10 +86,10 @@ def forward_step(
 
 
 def main() -> None:
-    """Parse the flags, build what they describe, train."""
+    """Parse the flags, build the model and train."""
     args = parse_and_validate_args()
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    # Megatron asks on which ranks the datasets are built: on all of them.
+    # Tells Megatron to build the datasets on all ranks.
     build_datasets.is_distributed = True  # type: ignore[attr-defined]
     pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
 

@@ -1,8 +1,8 @@
-"""A few megabytes of real text in Megatron's indexed-dataset format, without downloading any.
+"""Builds a few megabytes of real text in Megatron's indexed-dataset format, without downloads.
 
-The text is what every machine that can run the demo already has: the Python manual that `help()`
-shows, the sources of the standard library, the docstrings of torch, and the descriptions that the
-installed packages ship. Tokens are bytes, 256 ends a document.
+The text is present on every machine that can run the demo: the Python manual of `help()`, the
+sources of the standard library, the docstrings of torch, and the descriptions of installed
+packages. Tokens are bytes, 256 ends a document.
 
     python examples/text_corpus.py --out demo_output/corpus --megabytes 4
 """
@@ -27,12 +27,12 @@ VOCAB_SIZE = 257
 PREFIX_NAME = "stdlib_text_document"
 HELD_OUT_PERCENT = 5
 
-# Raised when the choice or the order of documents changes, so that a cached corpus is rebuilt.
+# Incremented when the selection or order of documents changes, so that a cached corpus is rebuilt.
 RECIPE = 1
 # No single file should be a large part of the text, least of all of the held-out part.
 MAX_DOCUMENT_BYTES = 48 * 1024
 MIN_DOCUMENT_BYTES = 512
-# Tables and generated code teach a model nothing about text.
+# Tables and generated code are not useful text.
 SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "site-packages", "encodings", "lib2to3", "pydoc_data", "testing", "_vendor"}
 )
@@ -40,12 +40,12 @@ SKIPPED_FOLDERS = frozenset(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CorpusInfo:
-    """What was written, and how to tell Megatron about it."""
+    """The written corpus, and its flags for Megatron."""
 
     prefix: str
-    """For `--data-path`: the path of the .bin and .idx files without their suffix."""
+    """Value of `--data-path`: the path of the .bin and .idx files without their suffix."""
     split: str
-    """For `--split`: train, validation and test percentages, by document."""
+    """Value of `--split`: train, validation and test percentages, by document."""
     documents: int
     held_out_documents: int
     tokens: int
@@ -53,7 +53,7 @@ class CorpusInfo:
 
 
 def build_corpus(out_dir: Path | str, megabytes: float = 4.0) -> CorpusInfo:
-    """Writes the corpus to `out_dir`, unless the same one is already there."""
+    """Write the corpus to `out_dir`, unless the same one exists."""
     out_dir = Path(out_dir).resolve()
     manifest = out_dir / "corpus.json"
     recipe = {
@@ -76,20 +76,20 @@ def build_corpus(out_dir: Path | str, megabytes: float = 4.0) -> CorpusInfo:
         prefix=str(prefix),
         split=f"{100 - HELD_OUT_PERCENT},{HELD_OUT_PERCENT},0",
         documents=len(chosen),
-        # The rounding of Megatron's own split.
+        # Rounded like Megatron's own split.
         held_out_documents=len(chosen) - round(len(chosen) * (100 - HELD_OUT_PERCENT) / 100),
         tokens=sum(len(text) + 1 for text in chosen),
     )
-    # Last, so that an interrupted build is not taken for a finished one.
+    # Last, so that an interrupted build is not mistaken for a complete one.
     manifest.write_text(json.dumps({"recipe": recipe, "info": dataclasses.asdict(info)}, indent=2))
     return info
 
 
 def select_documents(max_bytes: int) -> list[bytes]:
-    """Documents of at most `max_bytes` together, without repetitions, always in the same order.
+    """Return documents of at most `max_bytes` in total, without duplicates, in a fixed order.
 
-    The order is that of a hash of the names. So the tail, which Megatron's `--split` holds out, is
-    a fair sample of all kinds of text, and a smaller corpus is the beginning of a larger one.
+    They are ordered by a hash of their names, so that the tail, which Megatron's `--split` holds
+    out, is a fair sample of all kinds of text, and a smaller corpus is a prefix of a larger one.
     """
     sources = [*manual_topics(), *package_descriptions(), *stdlib_sources(), *torch_modules()]
     sources.sort(key=lambda source: hashlib.sha256(source.name.encode()).digest())
@@ -111,7 +111,7 @@ def select_documents(max_bytes: int) -> list[bytes]:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A document by name; its text is read only when it is chosen."""
+    """A named document; its text is read only when it is selected."""
 
     name: str
     path: Path | None = None
@@ -119,7 +119,7 @@ class Source:
     docstrings_only: bool = False
 
     def read(self) -> bytes:
-        """The text as bytes."""
+        """Return the text as bytes."""
         if self.path is None:
             return self.text.encode()
         content = self.path.read_bytes()
@@ -127,8 +127,8 @@ class Source:
 
 
 def manual_topics() -> Iterator[Source]:
-    """The chapters of Python's language reference that `help('topic')` prints."""
-    # Absent where a distribution strips the documentation; the corpus does without it then.
+    """Yield the chapters of Python's language reference printed by `help('topic')`."""
+    # Absent if a distribution strips the documentation; then it is omitted.
     if importlib.util.find_spec("pydoc_data.topics") is None:
         return
     from pydoc_data.topics import topics
@@ -138,7 +138,7 @@ def manual_topics() -> Iterator[Source]:
 
 
 def package_descriptions() -> Iterator[Source]:
-    """The README of each installed package, as its metadata carries it."""
+    """Yield the README of each installed package, from its metadata."""
     for distribution in importlib.metadata.distributions():
         # Headers, an empty line, then the README.
         description = (distribution.read_text("METADATA") or "").partition("\n\n")[2]
@@ -146,14 +146,14 @@ def package_descriptions() -> Iterator[Source]:
 
 
 def stdlib_sources() -> Iterator[Source]:
-    """The modules of the standard library."""
+    """Yield the modules of the standard library."""
     root = Path(sysconfig.get_path("stdlib"))
     for path, name in python_files(root):
         yield Source(f"stdlib/{name}", path=path)
 
 
 def torch_modules() -> Iterator[Source]:
-    """The docstrings of torch, one document a module."""
+    """Yield the docstrings of torch, one document per module."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         return
@@ -163,7 +163,7 @@ def torch_modules() -> Iterator[Source]:
 
 
 def python_files(root: Path) -> Iterator[tuple[Path, str]]:
-    """Python files below `root` with their relative names."""
+    """Yield Python files below `root` with their relative names."""
     for folder, subfolders, files in root.walk():
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
         for file in files:
@@ -173,7 +173,7 @@ def python_files(root: Path) -> Iterator[tuple[Path, str]]:
 
 
 def docstrings(source: bytes) -> bytes:
-    """All docstrings of a module, each under the name of what it describes."""
+    """Return all docstrings of a module, each under the name of its object."""
     parts = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -185,10 +185,10 @@ def docstrings(source: bytes) -> bytes:
 
 
 def write_indexed_dataset(prefix: Path, texts: list[bytes]) -> None:
-    """Writes `<prefix>.bin` and `<prefix>.idx`, one document and one sequence for each text."""
-    # Here and not above: megatron takes seconds to import, and a cached corpus does not need it.
+    """Write `<prefix>.bin` and `<prefix>.idx`, one document and one sequence per text."""
+    # Imported here: megatron takes seconds to import, and a cached corpus does not need it.
     with warnings.catch_warnings():
-        # It warns of each GPU package that is not installed; a file writer needs none.
+        # It warns about missing GPU packages, which a file writer does not need.
         warnings.simplefilter("ignore")
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -200,9 +200,9 @@ def write_indexed_dataset(prefix: Path, texts: list[bytes]) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--out", type=Path, required=True, help="output folder")
     parser.add_argument("--megabytes", type=float, default=4.0, help="size cap (default: 4)")
     arguments = parser.parse_args()
     info = build_corpus(arguments.out, arguments.megabytes)

@@ -1,11 +1,11 @@
-"""Runs what only a GPU can show, on one to eight of them, and puts the result into the docs.
+"""Runs the checks that require a GPU, on one to eight of them, and writes the results to the docs.
 
     python tools/gpu_check.py
 
-Each check is a process of its own with a time limit; under ten minutes on one GPU. Every result is
-written to docs/gpu_check.json at once, so that a second call goes on where the first ended; what
-was found on other hardware or at another commit is run again. At the end the table of
-docs/precision.md is made from that file.
+Each check runs in its own process with a time limit; under ten minutes on one GPU. Each result is
+written to docs/gpu_check.json immediately, so that a second call resumes where the first ended;
+results of other hardware or another commit are discarded. At the end the table of docs/precision.md
+is generated from that file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 FOUND, PAGE = ROOT / "docs" / "gpu_check.json", ROOT / "docs" / "precision.md"
 BEGIN, END = "<!-- gpu-check: begin -->", "<!-- gpu-check: end -->"
 OK, DIFFERS, IMPOSSIBLE = "ok", "differs", "not possible here"
-MOST_RANKS = 4
+MAX_RANKS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +39,15 @@ class Check:
     """One row of the table.
 
     Attributes:
-        name: In the JSON file.
-        what: For the table.
+        name: Key in the JSON file.
+        what: Text of the table.
         run: ``module:function`` in ``tools.gpu_checks``.
         seconds: Time limit.
         options: Arguments of the function.
-        least: Fewest GPUs.
-        most: Most ranks.
-        capability: Least compute capability.
-        needs: Module that must be installed.
+        least: Minimum number of GPUs.
+        most: Maximum number of ranks.
+        capability: Minimum compute capability.
+        needs: Required module.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Check:
 
     @property
     def function(self) -> Callable[[torch.device], dict[str, Any]]:
-        """What a rank calls."""
+        """The function that each rank calls."""
         module, name = self.run.split(":")
         function = getattr(importlib.import_module(f"tools.gpu_checks.{module}"), name)
         return partial(function, **self.options)
@@ -81,7 +81,7 @@ def _fp8(recipe: str, words: str = "", *, seconds: int = 40, **options: Any) -> 
         run="training:fp8_weights",
         seconds=seconds,
         options={"recipe": recipe, **options},
-        most=MOST_RANKS,
+        most=MAX_RANKS,
         capability=FIRST[recipe],
         needs="transformer_engine",
     )
@@ -90,7 +90,7 @@ def _fp8(recipe: str, words: str = "", *, seconds: int = 40, **options: Any) -> 
 CHECKS = (
     Check(
         name="newton-schulz",
-        what="Newton-Schulz: error, and rate over that of a product",
+        what="Newton-Schulz: error, and rate relative to a product",
         run="kernels:newton_schulz_rates",
         seconds=45,
     ),
@@ -102,7 +102,7 @@ CHECKS = (
     ),
     Check(
         name="symmetric-products",
-        what="kernel of emerging-optimizers for X Xᵀ against plain products",
+        what="emerging-optimizers' kernel for X Xᵀ against plain products",
         run="kernels:symmetric_products",
         seconds=20,
         capability=(9, 0),
@@ -110,7 +110,7 @@ CHECKS = (
     ),
     Check(
         name="shim-codes",
-        what="codes and scales of the tests' stand-in against Transformer Engine's kernels",
+        what="codes and scales of the tests' substitute against Transformer Engine's kernels",
         run="kernels:shim_codes",
         seconds=30,
         capability=(8, 9),
@@ -133,10 +133,10 @@ CHECKS = (
     _fp8("mxfp8", "output projection", model="output", steps=2),
     Check(
         name="saves",
-        what="saves at once and asynchronous, dequantization at load streamed or not",
+        what="synchronous and asynchronous saves, dequantization at load streamed or not",
         run="training:saves",
         seconds=40,
-        most=MOST_RANKS,
+        most=MAX_RANKS,
         capability=(9, 0),
         needs="transformer_engine",
     ),
@@ -148,17 +148,17 @@ CHECKS = (
     ),
     Check(
         name="split-matrices",
-        what="matrices split among ranks (`--dmuon-split-ranks`) on NCCL",
+        what="matrices split over ranks (`--dmuon-split-ranks`) on NCCL",
         run="training:split_matrices",
         seconds=60,
         least=2,
-        most=MOST_RANKS,
+        most=MAX_RANKS,
     ),
 )
 
 
 def hardware() -> dict[str, Any]:
-    """What this machine has, as it stands in the JSON file."""
+    """Return a description of this machine, as stored in the JSON file."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         return {"gpus": 0, "name": "", "capability": [0, 0], "torch": torch.__version__}
@@ -171,24 +171,24 @@ def hardware() -> dict[str, Any]:
 
 
 def impossible(check: Check, machine: Mapping[str, Any]) -> str:
-    """Why a check cannot run on a machine; empty where it can."""
+    """Return the reason why a check cannot run on a machine; empty if it can."""
     if machine["gpus"] < check.least:
-        return f"needs {check.least} GPUs, {machine['gpus']} here"
+        return f"requires {check.least} GPUs, {machine['gpus']} here"
     if tuple(machine["capability"]) < check.capability:
-        need = ".".join(map(str, check.capability))
-        return f"needs capability {need}, {machine['name']} has less"
+        required = ".".join(map(str, check.capability))
+        return f"requires capability {required}, {machine['name']} has less"
     if check.needs and importlib.util.find_spec(check.needs) is None:
         return f"{check.needs} is not installed"
     return ""
 
 
 def ranks_of(check: Check, machine: Mapping[str, Any]) -> int:
-    """On how many ranks a check runs: 1, 2 or 4, one on each GPU, as NCCL wants it."""
+    """Return the number of ranks of a check: 1, 2 or 4, one per GPU, as NCCL requires."""
     return max(n for n in (1, 2, 4) if n == 1 or n <= min(check.most, machine["gpus"]))
 
 
 def run_check(check: Check, machine: Mapping[str, Any]) -> dict[str, Any]:
-    """Run a check in processes of its own; a row of the JSON file."""
+    """Run a check in its own processes and return its row of the JSON file."""
     if reason := impossible(check, machine):
         return {"status": IMPOSSIBLE, "reason": reason}
     ranks = ranks_of(check, machine)
@@ -201,16 +201,16 @@ def run_check(check: Check, machine: Mapping[str, Any]) -> dict[str, Any]:
                 command, timeout=check.seconds, capture_output=True, text=True, check=False
             )
         except subprocess.TimeoutExpired:
-            return {"status": DIFFERS, "reason": f"took longer than {check.seconds} s"}
+            return {"status": DIFFERS, "reason": f"exceeded {check.seconds} s"}
         if not result.exists():
             last = ended.stderr.strip().splitlines()[-1:] or ["no output"]
-            return {"status": DIFFERS, "reason": f"ended with {ended.returncode}: {last[0]}"}
+            return {"status": DIFFERS, "reason": f"exit code {ended.returncode}: {last[0]}"}
         row: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
         return {"ranks": ranks, **row}
 
 
 def work(check: Check, device: torch.device) -> dict[str, Any]:
-    """The row of a check, on one rank."""
+    """Run a check on one rank and return its row."""
     from tools.gpu_checks.outcome import Differs, NotPossible
 
     try:
@@ -230,7 +230,7 @@ def _worker(name: str, result: Path) -> None:
     check = next(check for check in CHECKS if check.name == name)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    # What tests gather for comparison goes over gloo.
+    # Tests gather values for comparison over gloo.
     dist.init_process_group("cpu:gloo,cuda:nccl")
     row = work(check, device)
     rows: list[Any] = [None] * dist.get_world_size()
@@ -242,7 +242,7 @@ def _worker(name: str, result: Path) -> None:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """The table of docs/precision.md: one row per check, ``not run`` without a result."""
+    """Return the table of docs/precision.md: one row per check, ``not run`` without a result."""
     machine = found.get("hardware", {})
     where = f" ({machine['gpus']} × {machine['name']})" if machine.get("gpus") else ""
     lines = [f"| check | result{where} |", "|---|---|"]
@@ -260,7 +260,7 @@ def table(found: Mapping[str, Any]) -> str:
 
 
 def write_page(found: Mapping[str, Any], page: Path = PAGE) -> None:
-    """Put the table into the docs."""
+    """Write the table to the docs."""
     text = page.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
@@ -268,7 +268,7 @@ def write_page(found: Mapping[str, Any], page: Path = PAGE) -> None:
 
 
 def read_found(path: Path = FOUND) -> dict[str, Any]:
-    """What earlier calls found; empty without a file."""
+    """Return the results of earlier calls; empty without a file."""
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     return found
 
@@ -279,11 +279,11 @@ def check_all(
     path: Path = FOUND,
     run: Callable[[Check, Mapping[str, Any]], dict[str, Any]] = run_check,
 ) -> dict[str, Any]:
-    """Run what has no result yet, and keep every result at once.
+    """Run the checks without a result, and store each result immediately.
 
     Args:
         checks: The checks.
-        identity: Hardware and commit; results of another are dropped.
+        identity: Hardware and commit; results of others are discarded.
         path: The JSON file.
         run: Runs one check.
     """
@@ -301,17 +301,17 @@ def check_all(
 
 
 def main() -> None:
-    """Run the checks, or one rank of one."""
+    """Run the checks, or one rank of a check."""
     if sys.argv[1:2] == ["--worker"]:
         _worker(sys.argv[2], Path(sys.argv[3]))
         return
     machine = hardware()
     if not machine["gpus"]:
-        sys.exit("no GPU here: nothing to check")
-    told = subprocess.run(
+        sys.exit("no GPU detected: nothing to check")
+    head = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    found = check_all(CHECKS, {"hardware": machine, "commit": told.stdout.strip()})
+    found = check_all(CHECKS, {"hardware": machine, "commit": head.stdout.strip()})
     write_page(found)
     print(table(found))
 

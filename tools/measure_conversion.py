@@ -1,10 +1,10 @@
-"""Speed and peak memory of a conversion, beside a plain copy of the same checkpoint.
+"""Measures speed and peak memory of a conversion against a plain copy of the same checkpoint.
 
     python tools/measure_conversion.py [--gigabytes 2] [--folder FOLDER] [--to dmuon …]
 
 Writes a checkpoint of that size with the shapes of a Llama-like GPT and the state of Megatron's
-Adam, copies it (with fsync, as the tool writes), converts it, and prints one line each. Everything
-is removed at the end.
+Adam, copies it (with fsync, like the tool), converts it, and prints one line each. All files are
+removed at the end.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from megatron_muon.offline.reading import Checkpoint
 from megatron_muon.offline.writing import write_checkpoint, write_tracker
 
 HIDDEN, FFN, HEADS, GROUPS, VOCAB = 1024, 2816, 16, 4, 32000
-BYTES_A_PARAMETER = 14  # bf16 weight, fp32 master and two moments
+BYTES_PER_PARAMETER = 14  # bf16 weight, fp32 master and two moments
 KIB = 1024
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Standard normal elements."""
+    """A value of standard normal elements."""
 
     seed: int
 
@@ -49,7 +49,7 @@ class Noise:
 
 
 def shapes(layers: int, hidden: int = HIDDEN, ffn: int = FFN) -> dict[str, tuple[int, ...]]:
-    """Keys of the model part; the layers are stacked."""
+    """Return the shapes of the model by key, with stacked layers."""
     head = hidden // HEADS
     return {
         "embedding.word_embeddings.weight": (VOCAB * hidden // HIDDEN, hidden),
@@ -69,13 +69,13 @@ def shapes(layers: int, hidden: int = HIDDEN, ffn: int = FFN) -> dict[str, tuple
 
 
 def make_checkpoint(root: Path, gigabytes: float, hidden: int = HIDDEN, ffn: int = FFN) -> None:
-    """A checkpoint as Megatron's Adam leaves it (fully_reshardable), one chunk a layer."""
+    """Write a checkpoint of Megatron's Adam (fully_reshardable), one chunk per layer."""
 
     def numel(layers: int) -> int:
         return sum(torch.Size(shape).numel() for shape in shapes(layers, hidden, ffn).values())
 
     fixed, layer = numel(0), numel(1) - numel(0)
-    layers = max(1, round((gigabytes * 2**30 / BYTES_A_PARAMETER - fixed) / layer))
+    layers = max(1, round((gigabytes * 2**30 / BYTES_PER_PARAMETER - fixed) / layer))
     tensors = []
     for key, shape in shapes(layers, hidden, ffn).items():
         tensors.append(_tensor(key, shape, torch.bfloat16))
@@ -128,7 +128,7 @@ def _tensor(key: str, shape: tuple[int, ...], dtype: torch.dtype) -> OutTensor:
 
 
 def copy_seconds(source: Path, target: Path) -> float:
-    """Seconds of a plain copy, everything on disk at the end."""
+    """Return the seconds of a plain copy, with fsync."""
     start = time.monotonic()
     shutil.copytree(source, target)
     for path in target.rglob("*"):
@@ -138,7 +138,7 @@ def copy_seconds(source: Path, target: Path) -> float:
     return time.monotonic() - start
 
 
-def forget(folder: Path) -> None:
+def drop_from_page_cache(folder: Path) -> None:
     """Drop a folder's files from the page cache, so that they are read from the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
@@ -148,15 +148,15 @@ def forget(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run of the tool.
+    """Measurements of a run of the tool; the baseline is a process that only imports it.
 
     Attributes:
-        seconds: From start to end of the process.
-        start_seconds: Of a process that imports the tool and does nothing.
-        peak: Bytes of memory of all its processes together (proportional set size), at most.
-        start_peak: The same of the process that does nothing.
-        grown: Bytes by which the peak of its largest process is above that of the process that does
-            nothing. The system keeps that peak: nothing is missed between two looks.
+        seconds: Wall time of the process.
+        start_seconds: Wall time of the baseline.
+        peak: Peak of the sampled memory of all its processes (proportional set size), in bytes.
+        start_peak: The same of the baseline.
+        grown: Difference of the peak of its largest process from that of the baseline, in bytes,
+            as recorded by the system, not sampled.
     """
 
     seconds: float
@@ -167,7 +167,7 @@ class Measured:
 
 
 def measure(arguments: list[str]) -> Measured:
-    """Run ``python -m megatron_muon.checkpoint`` and watch it."""
+    """Run ``python -m megatron_muon.checkpoint`` and measure it."""
     module = ["-m", "megatron_muon.checkpoint"]
     start_seconds, start_peak, start_alone = _watch([*module, "inspect", "--help"])
     seconds, peak, alone = _watch([*module, *arguments])
@@ -186,12 +186,11 @@ ended = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL)
 print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
 sys.exit(ended.returncode)
 """
-"""Runs a command and prints its peak. A process starts with the peak of the one that started it, so
-that has to be a small one."""
+"""Runs a command and prints its peak; processes inherit that of a parent, which must be small."""
 
 
 def _watch(arguments: list[str]) -> tuple[float, int, int]:
-    """Seconds of a Python process, peak memory of it and its children, and of the largest alone."""
+    """Run Python and return its seconds, its peak memory with children, and that of the largest."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     between = [sys.executable, "-I", "-S", "-c", _BETWEEN]
     start, peak = time.monotonic(), 0
@@ -203,26 +202,26 @@ def _watch(arguments: list[str]) -> tuple[float, int, int]:
         text=True,
     ) as process:
         while process.poll() is None:
-            peak = max(peak, sum(_memory(pid) for pid in _below(process.pid)))
+            peak = max(peak, sum(_memory(pid) for pid in _descendants(process.pid)))
             time.sleep(0.03)
         assert process.stdout is not None and process.stderr is not None
-        told, said = process.stdout.read(), process.stderr.read()
+        output, errors = process.stdout.read(), process.stderr.read()
     if process.returncode:
-        raise RuntimeError(said)
-    return time.monotonic() - start, peak, int(told) * KIB
+        raise RuntimeError(errors)
+    return time.monotonic() - start, peak, int(output) * KIB
 
 
-def _below(pid: int) -> list[int]:
-    """All processes that one has started."""
+def _descendants(pid: int) -> list[int]:
+    """Return all processes started by one, directly or indirectly."""
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
     except OSError:
         return []
-    return [found for child in text.split() for found in (int(child), *_below(int(child)))]
+    return [found for child in text.split() for found in (int(child), *_descendants(int(child)))]
 
 
 def _memory(pid: int) -> int:
-    """Proportional set size: what is shared is counted once."""
+    """Return the proportional set size, in which shared memory is counted once."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -235,9 +234,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--gigabytes", type=float, default=2.0)
-    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
+    parser.add_argument("--folder", type=Path, help="output folder; default: a temporary folder")
     parser.add_argument("--to", nargs="+", default=["dmuon", "orth_dion", "adam"])
-    parser.add_argument("--workers", help="of the tool")
+    parser.add_argument("--workers", help="--workers of the tool")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as made:
@@ -249,12 +248,12 @@ def main() -> int:
         flags = ["--workers", options.workers] if options.workers else []
         for to in options.to:
             ratios = []
-            # In turn, because neighbours and the page cache change the speed of the disk.
+            # Alternating, because other processes and the page cache change the disk's speed.
             for _ in range(options.rounds):
-                forget(root)
+                drop_from_page_cache(root)
                 copied = copy_seconds(root / "source", root / "copy")
                 shutil.rmtree(root / "copy")
-                forget(root)
+                drop_from_page_cache(root)
                 target = str(root / "converted")
                 found = measure(["convert", str(root / "source"), target, "--to", to, *flags])
                 written = sum(p.stat().st_size for p in Path(target).rglob("*") if p.is_file())
@@ -263,10 +262,10 @@ def main() -> int:
                 ratios.append((total + written) / 2 / work / (total / copied))
                 print(
                     f"to {to:10} plain copy {copied:5.1f} s {total / copied / 1e6:5.0f} MB/s; "
-                    f"conversion {work:5.1f} s (and {found.start_seconds:.1f} s to start) "
+                    f"conversion {work:5.1f} s (plus {found.start_seconds:.1f} s to start) "
                     f"{total / work / 1e6:5.0f} MB/s read {written / work / 1e6:5.0f} MB/s "
                     f"written; peak {found.peak / 1e6:.0f} MB ({found.start_peak / 1e6:.0f} MB "
-                    "of it to start)",
+                    "at start)",
                     flush=True,
                 )
             print(f"to {to:10} median of conversion / copy speed: {median(ratios):.2f}")

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes .venv with the pins of requirements/lock.txt and this project in editable form, and what tests
-# import beside it (requirements/side.txt).
+# Creates .venv with the pins of requirements/lock.txt and this project, editable, and the additional
+# packages that tests import (requirements/side.txt).
 #
-# A second call with nothing changed costs one start of Python and no network. A call that was
-# interrupted is repeated from where it stood: the stamp is written last, and a .venv that does not
-# work any more is made anew. How pip finds packages is the machine's affair and left alone.
+# Without changes a call takes one start of Python and no network. An interrupted call is resumed: the
+# stamp is written last, and a broken .venv is created again. pip's configuration is left to the
+# machine.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -15,8 +15,8 @@ started=$SECONDS
 
 say() { printf '[setup %3ds] %s\n' "$((SECONDS - started))" "$*"; }
 
-# Can this interpreter make our environment? venv and ensurepip are separate packages on Debian.
-# With a second argument: and is it Python 3.<that>?
+# Succeeds if the interpreter can create the environment (venv and ensurepip are separate packages on
+# Debian) and, with a second argument, is Python 3.<that>.
 fits() {
     "$1" -c 'import sys, ssl, venv, ensurepip
 minor = sys.version_info[1]
@@ -24,7 +24,7 @@ sys.exit(sys.version_info[0] != 3 or str(minor) not in sys.argv[1:])' \
         ${2:-12 13} >/dev/null 2>&1
 }
 
-# All places where Python 3.<argument> may be, best first. `fits` weeds out what is not there.
+# Prints the possible places of Python 3.<argument>, best first; `fits` filters them.
 candidates() {
     local minor=$1 pyenv_root="${PYENV_ROOT:-$HOME/.pyenv}"
     if command -v pyenv >/dev/null 2>&1; then pyenv_root=$(pyenv root); fi
@@ -46,7 +46,7 @@ find_python() {
             echo "$PYTHON"
             return
         fi
-        say "PYTHON=$PYTHON is no Python 3.12 or 3.13 with venv and ensurepip; looking further" >&2
+        say "PYTHON=$PYTHON is not Python 3.12 or 3.13 with venv and ensurepip; searching others" >&2
     fi
     for minor in 12 13; do
         while IFS= read -r python; do
@@ -62,10 +62,10 @@ MISSING
     return 1
 }
 
-# Interpreter works, and so does its pip?
+# Succeeds if the interpreter and its pip work.
 healthy() { "$venv/bin/python" -m pip --version >/dev/null 2>&1; }
 
-# What the stamp must say: pins, packaging, interpreter, and where .venv lies (it cannot be moved).
+# Prints the content of the stamp: pins, packaging, interpreter, and path (.venv cannot be moved).
 fingerprint() {
     "$venv/bin/python" - "$lock" setup.py <<'PYTHON_CODE'
 import hashlib, pathlib, sys
@@ -76,8 +76,8 @@ print(digest.hexdigest())
 PYTHON_CODE
 }
 
-# Prints the pins that .venv does not satisfy. Exits 2 where a package was left half-installed:
-# pip writes RECORD last, and cannot repair a package that has none.
+# Prints the pins that .venv does not satisfy. Exits 2 if a package is partially installed: pip writes
+# RECORD last, and cannot repair a package without one.
 unmet_pins() {
     "$venv/bin/python" - "$lock" <<'PYTHON_CODE'
 import importlib.metadata as metadata, pathlib, sys, sysconfig
@@ -103,12 +103,12 @@ pip_install() { "$venv/bin/python" -m pip install --quiet --constraint "$lock" "
 make_venv() {
     local python
     python=$(find_python)
-    say "making $venv with $("$python" -c 'import sys; print(sys.executable, sys.version.split()[0])')"
+    say "creating $venv with $("$python" -c 'import sys; print(sys.executable, sys.version.split()[0])')"
     rm -rf "$venv"
     "$python" -m venv "$venv"
 }
 
-# The folders of requirements/side.txt: made whole under another name, then renamed.
+# Installs the folders of requirements/side.txt: under another name, then renamed.
 side_folders() {
     local folder pins target
     while read -r folder pins; do
@@ -117,7 +117,7 @@ side_folders() {
         if [ "$(cat "$target/pins" 2>/dev/null)" = "$pins" ]; then continue; fi
         say "installing $pins into $target"
         rm -rf "$target" "$target.part"
-        # Word splitting is meant: one argument a pin.
+        # Word splitting is intended: one argument per pin.
         # shellcheck disable=SC2086
         "$venv/bin/python" -m pip install --quiet --no-deps --target "$target.part" $pins
         echo "$pins" >"$target.part/pins"
@@ -138,14 +138,14 @@ rm -f "$stamp"
 code=0
 pins=$(unmet_pins) || code=$?
 if [ "$code" -ne 0 ]; then
-    say "a package in $venv is only half installed; starting afresh"
+    say "a package in $venv is partially installed; creating $venv again"
     make_venv
     pins=$(unmet_pins)
 fi
 
 torch_pin=$(grep '^torch==' <<<"$pins" || true)
 if [ -n "$torch_pin" ]; then
-    # First and alone, so that no other package's looser requirement chooses another build.
+    # First and alone, so that no other package's looser requirement selects another build.
     say "installing $torch_pin with its CUDA libraries (several GB, a few minutes)"
     pip_install "$torch_pin"
 fi
@@ -153,16 +153,16 @@ fi
 other_pins=$(grep -v '^torch==' <<<"$pins" || true)
 if [ -n "$other_pins" ]; then
     say "installing $(wc -l <<<"$other_pins" | tr -d ' ') pinned packages"
-    # Word splitting is meant: one argument a pin.
+    # Word splitting is intended: one argument per pin.
     # shellcheck disable=SC2086
     pip_install $other_pins
 fi
 
-say "installing megatron-muon itself, editable"
+say "installing megatron-muon, editable"
 "$venv/bin/python" -m pip install --quiet --no-deps --no-build-isolation --no-index \
     --config-settings editable_mode=compat --editable .
 "$venv/bin/python" -m pip check >/dev/null || {
-    say "the packages in $venv contradict each other:" >&2
+    say "the packages in $venv conflict:" >&2
     "$venv/bin/python" -m pip check >&2
 }
 

@@ -1,9 +1,7 @@
-"""Puts the table of tested layouts into docs/support.md, from what the last test run found.
+"""Writes the table of tested layouts to docs/support.md, from the results of the last test run.
 
-    make support-matrix
-
-runs ``tests/distributed/test_layouts.py`` and then this; ``build/layouts.json`` must hold every
-case of ``tests/distributed/layouts.py``.
+``make support-matrix`` runs ``tests/distributed/test_layouts.py`` and then this script;
+``build/layouts.json`` must contain all cases of ``tests/distributed/layouts.py``.
 """
 
 from __future__ import annotations
@@ -24,15 +22,15 @@ BEGIN, END = "<!-- layouts: begin -->", "<!-- layouts: end -->"
 
 
 def shown(case: Case) -> str:
-    """A layout as the table writes it."""
+    """Return a layout as text."""
     return f"{case.layout} ({case.note})" if case.note else str(case.layout)
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """One row per model.
+    """Return the table, one row per model.
 
     Args:
-        found: Case name to the errors that the test found.
+        found: Case name to the errors measured by the test.
     """
     lines = ["| model | layouts | largest error of an update |", "|---|---|---|"]
     for key, model in MODELS.items():
@@ -44,7 +42,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Rewrite the part of docs/support.md between the marks."""
+    """Rewrite the part of docs/support.md between the markers."""
     path = ROOT / "build" / "layouts.json"
     if not path.exists():
         print(f"{path.name} is missing: type make support-matrix")

@@ -36,10 +36,10 @@ def test_every_check_names_a_function(megatron: Any, check: Check) -> None:
 
 def test_unsupported_checks_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     several = _check("several", least=2, most=4)
-    assert gpu_check.impossible(several, H100) == "needs 2 GPUs, 1 here"
+    assert gpu_check.impossible(several, H100) == "requires 2 GPUs, 1 here"
     assert gpu_check.impossible(several, B200) == ""
     new = _check("new", capability=(10, 0))
-    assert gpu_check.impossible(new, H100) == "needs capability 10.0, H100 has less"
+    assert gpu_check.impossible(new, H100) == "requires capability 10.0, H100 has less"
     assert gpu_check.impossible(new, B200) == ""
     assert gpu_check.impossible(_check("x", needs="no_such"), B200) == "no_such is not installed"
     monkeypatch.setattr(subprocess, "run", None)  # nothing is started
@@ -115,8 +115,8 @@ def test_a_process_that_ends_without_a_result_is_a_difference(
         row
         == {
             "written": {"status": OK, "figures": {"a": 1}, "ranks": 1},
-            "nothing": {"status": DIFFERS, "reason": "ended with 1: Segmentation fault"},
-            "too long": {"status": DIFFERS, "reason": "took longer than 5 s"},
+            "nothing": {"status": DIFFERS, "reason": "exit code 1: Segmentation fault"},
+            "too long": {"status": DIFFERS, "reason": "exceeded 5 s"},
         }[outcome]
     )
 
