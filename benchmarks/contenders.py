@@ -87,7 +87,7 @@ def _build_upstream(model: Any, tp_mode: str) -> tuple[Any, Any]:
         use_distributed_optimizer=False,
         use_layer_wise_distributed_optimizer=True,
         # Without it the layer-wise optimizer lacks its wrapper and cannot be built. The
-        # parameters are fp32 all the same, and the wrapper leaves such parameters as they are.
+        # parameters are fp32 all the same, and the wrapper does not change them.
         bf16=True,
         muon_tp_mode=tp_mode,
         muon_momentum=MOMENTUM,

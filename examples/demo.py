@@ -226,7 +226,7 @@ def tail(path: Path, lines: int = 30) -> str:
 def failure_log(log_file: Path, logs: Path) -> str:
     """Return the end of the log of the first failed rank, or of the run if none is named.
 
-    And that of rank 0: what is refused on all ranks is explained on that one alone.
+    Includes that of rank 0, which alone explains a refusal on all ranks.
     """
     match = FIRST_FAILURE.search(log_file.read_text(errors="replace"))
     if match is None:

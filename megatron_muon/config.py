@@ -69,7 +69,7 @@ MEBIBYTES = Range(
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """One flag of the command line; ``flags.FLAGS`` has all of them, complete.
+    """One flag of the command line; ``flags.FLAGS`` has all of them, completed.
 
     Attributes:
         name: The flag. Its first word names the optimizers that support it; ``--muon-…`` are

@@ -10,52 +10,11 @@ well, and change the dropout of a resumed run: its draws are undone.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils.data
-
-
-def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
-    return torch.default_generator.get_state()
-
-
-def _get_rng_state_all() -> list[torch.Tensor]:
-    return [torch.default_generator.get_state()]
-
-
-def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
-    torch.default_generator.set_state(new_state)
-
-
-def _set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
-    for state in new_states:
-        torch.default_generator.set_state(state)
-
-
-def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))
-
-
-def _manual_seed_all(seed: int) -> None:
-    torch.default_generator.manual_seed(int(seed))
-
-
-def _seed() -> None:
-    torch.default_generator.seed()
-
-
-def _seed_all() -> None:
-    torch.default_generator.seed()
-
-
-def _initial_seed() -> int:
-    return torch.default_generator.initial_seed()
-
-
-def _lazy_call(callback: Callable[[], None], **_: Any) -> None:
-    callback()
 
 
 def _preserve_rng_state(start: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,17 +35,18 @@ def install() -> None:
     """Install these functions in ``torch.cuda`` and ``torch.cuda.random``."""
     iterator = torch.utils.data.dataloader._BaseDataLoaderIter
     iterator.__init__ = _preserve_rng_state(iterator.__init__)  # type: ignore[method-assign]
+    generator = torch.default_generator
     replacements: dict[str, Any] = {
-        "get_rng_state": _get_rng_state,
-        "get_rng_state_all": _get_rng_state_all,
-        "set_rng_state": _set_rng_state,
-        "set_rng_state_all": _set_rng_state_all,
-        "manual_seed": _manual_seed,
-        "manual_seed_all": _manual_seed_all,
-        "seed": _seed,
-        "seed_all": _seed_all,
-        "initial_seed": _initial_seed,
-        "_lazy_call": _lazy_call,
+        "get_rng_state": lambda device="cuda": generator.get_state(),
+        "get_rng_state_all": lambda: [generator.get_state()],
+        "set_rng_state": lambda new_state, device="cuda": generator.set_state(new_state),
+        "set_rng_state_all": lambda new_states: [generator.set_state(s) for s in new_states],
+        "manual_seed": lambda seed: generator.manual_seed(int(seed)),
+        "manual_seed_all": lambda seed: generator.manual_seed(int(seed)),
+        "seed": lambda: generator.seed(),
+        "seed_all": lambda: generator.seed(),
+        "initial_seed": lambda: generator.initial_seed(),
+        "_lazy_call": lambda callback, **_: callback(),
     }
     for name, replacement in replacements.items():
         setattr(torch.cuda, name, replacement)

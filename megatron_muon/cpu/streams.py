@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -46,12 +45,7 @@ class Stream:
         _entered.append(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         _entered.pop()
 
 
@@ -104,12 +98,7 @@ class StreamContext:
     def __enter__(self) -> None:
         _entered.append(_entered[-1] if self.stream is None else self.stream)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: Any) -> None:
         _entered.pop()
 
 

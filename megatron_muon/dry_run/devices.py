@@ -30,44 +30,19 @@ class Device:
     message_us: float = 30.0
 
 
-DEVICES = {
-    "a100": Device(
-        gemm_tflops=230,
-        training_tflops=150,
-        memory_gb_per_s=1600,
-        node_gb_per_s=230,
-        network_gb_per_s=21,
-    ),
-    "h100": Device(
-        gemm_tflops=600,
-        training_tflops=400,
-        memory_gb_per_s=2700,
-        node_gb_per_s=350,
-        network_gb_per_s=42,
-    ),
-    "h200": Device(
-        gemm_tflops=620,
-        training_tflops=420,
-        memory_gb_per_s=3900,
-        node_gb_per_s=350,
-        network_gb_per_s=42,
-    ),
-    "b200": Device(
-        gemm_tflops=1400,
-        training_tflops=850,
-        memory_gb_per_s=6400,
-        node_gb_per_s=700,
-        network_gb_per_s=42,
-    ),
-    "gb300": Device(
-        gemm_tflops=1500,
-        training_tflops=950,
-        memory_gb_per_s=6400,
-        node_gb_per_s=700,
-        network_gb_per_s=85,
-    ),
+_RATES = {
+    "a100": (230, 150, 1600, 230, 21),
+    "h100": (600, 400, 2700, 350, 42),
+    "h200": (620, 420, 3900, 350, 42),
+    "b200": (1400, 850, 6400, 700, 42),
+    "gb300": (1500, 950, 6400, 700, 85),
 }
+"""Rates in the order of the fields of ``Device``."""
 
+DEVICES = {
+    name: Device(**{field.name: rate for field, rate in zip(fields(Device), rates, strict=False)})
+    for name, rates in _RATES.items()
+}
 
 CAPABILITIES = {"a100": (8, 0), "h100": (9, 0), "h200": (9, 0), "b200": (10, 0), "gb300": (10, 3)}
 """CUDA compute capability, which determines kernels and dtypes."""

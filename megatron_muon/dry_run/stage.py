@@ -130,29 +130,26 @@ def _result(job: Job) -> StageResult:
             ranks_per_node=job.ranks_per_node,
             capability=job.capability,
         )
-        return StageResult(
+        result = StageResult(
             report=stage_report(built, job),
             summaries=tuple(checks.summaries),
             settings=checks.settings,
             flags_set=built.replaced,
             stand_ins=built.stand_ins,
-            pipeline=_corresponding_ranks("pipeline_model_parallel"),
-            experts=_corresponding_ranks("expert_model_parallel"),
-            unmatched=frozenset(checks.unmatched),
         )
     except ConfigurationError as error:
-        return StageResult(
-            problems=error.problems,
-            checks=checks.count,
-            pipeline=_corresponding_ranks("pipeline_model_parallel"),
-            experts=_corresponding_ranks("expert_model_parallel"),
-            unmatched=frozenset(checks.unmatched),
-        )
+        result = StageResult(problems=error.problems, checks=checks.count)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else 1
         return StageResult(failure=(code, "" if error.code == code else f"{error.code}\n"))
     except BaseException:
         return StageResult(failure=(1, traceback.format_exc()))
+    return replace(
+        result,
+        pipeline=_corresponding_ranks("pipeline_model_parallel"),
+        experts=_corresponding_ranks("expert_model_parallel"),
+        unmatched=frozenset(checks.unmatched),
+    )
 
 
 class _Checks:

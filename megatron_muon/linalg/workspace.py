@@ -58,7 +58,7 @@ class MemoryPool:
 class Workspace:
     """Named buffers of one computation.
 
-    A buffer's content is undefined when taken; buffers in use at once have different names.
+    A buffer's content is undefined when taken; simultaneously used ones have different names.
 
     Args:
         pool: Allocates the buffers; without a pool they are plain tensors.

@@ -230,7 +230,7 @@ def _entries(state: Mapping[str, Any], given: Sequence[str] | None, path: Path) 
     named = dict(_named(state["param_groups"], given, path))
     for key, kept in state["state"].items():
         if not isinstance(kept, Mapping) or key not in named:
-            what = "is in none of its groups" if key not in named else "is no dict"
+            what = "is in none of its groups" if key not in named else "is not a dict"
             raise CheckpointError(f"{path} has state of parameter {key}, which {what}.")
         name, group = named[key]
         yield name, kept, group
